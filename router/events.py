@@ -38,7 +38,7 @@ class TextState(Protocol):
 
     @property
     def push_one(self) -> Callable[[int], str | None]:
-        """Like `push`, for one token and its text alone. None: not taken, since more than text may come of it."""
+        """Like `push`, for one token; returns its text. None: use `push`, because the token may end the output."""
 
     @property
     def matched(self) -> str | None:

@@ -166,7 +166,7 @@ class GenerationRequest(Service):
     def _check_resume(self, resume: ResumeRecord) -> None:
         check_record(resume, self.request_id, self.sampling_params)
         if self.chat is not None and self.chat.now_s is None:
-            limit = "must be that of the stream that was cut off: a chat template may tell the date"
+            limit = "must be the time of the stream that was cut off: a chat template may write the date"
             raise InvalidRequestError("chat.now_s", None, limit)
 
     def _check_params(self, limits: LimitsConfig) -> None:
@@ -220,7 +220,7 @@ class GenerationRequest(Service):
 
 
 def _too_many(name: str, most: int) -> InvalidRequestError:
-    """Error with the words of the scan before a message is parsed, which counts no further."""
+    """Same error as that of the bounds check before a message is parsed, which stops counting beyond the limit."""
     setting = "max_stop_strings" if name == "stop" else f"max_{name}"
     limit = f"must have at most {most} elements (limits.{setting}), not {most + 1} or more"
     return InvalidRequestError(f"{FIELD}.{name}", most + 1, limit)

@@ -30,7 +30,7 @@ class RouterLoss:
     is_proof: bool = False
     """No other request can have been the cause."""
     is_first: bool = False
-    """The request had been read by this router before, and nothing had come of it: what was known before is void."""
+    """This router has read the same request before without a loss: losses that were reported earlier do not count."""
 
 
 def routers_lost(text: str) -> int:

@@ -127,7 +127,7 @@ class HoldingTransport:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def leave(self, at: int) -> None:
+    def use_next_router(self, at: int) -> None:
         """Asks the next router from here on, unless another request has moved on already."""
         if self.at == at:
             self.at = (at + 1) % len(self.origins)
@@ -236,7 +236,7 @@ class _Held:
 
     async def _has_paused(self, hint_s: float | None = None) -> bool:
         """Gets ready to ask the next router; False if there is no use in it."""
-        self._transport.leave(self._at)
+        self._transport.use_next_router(self._at)
         pause_s = self._call.pause_s(time.monotonic(), hint_s)
         if pause_s is None:
             return False

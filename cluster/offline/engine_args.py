@@ -181,7 +181,7 @@ def _check_neutral(name: str, value: object) -> None:
     if value in NEUTRAL[name]:
         return
     wish = " or ".join(map(repr, NEUTRAL[name]))
-    reason = REASONS.get(name, "what else it asks for is not supported, and outputs would not be what they should")
+    reason = REASONS.get(name, "other values are not supported, and would change the outputs")
     raise ConfigurationError(f"{name} = {value!r} ({WHERE}): must be {wish}: {reason}")
 
 

@@ -167,7 +167,7 @@ STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def stop_signals() -> Iterator[int]:
-    """The end to read of a pipe that gets a byte, the signal's number, for each signal that comes in the block."""
+    """The read end of a pipe that receives one byte, the signal's number, for each signal within the block."""
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     earlier_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)

@@ -1,7 +1,7 @@
 """Replacement of a cluster's routers by others with other settings, one after the other, by Serve's rolling update.
 
-A router that goes hands its streams over to another; one that comes waits for its port, and for its links, before the
-next one goes.
+A router that stops hands its streams over to another. The next one stops only when its successor has the port and its
+links.
 """
 
 import hashlib

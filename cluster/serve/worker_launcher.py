@@ -1,4 +1,4 @@
-"""Launcher: what the raylet starts in place of a Python worker. It has the worker forked, and stands for it.
+"""Launcher: what the raylet starts in place of a Python worker. It has the worker forked, and has the same lifetime.
 
     python worker_launcher.py [-s] [-S] SOCKET OPTIONS OF SETUP AND WORKER...
 

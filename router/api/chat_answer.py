@@ -165,7 +165,9 @@ async def _with_grammar(
     if not grammar:
         return params
     if params.structure is not None:
-        raise InvalidRequestError(shape_field, params.structure.kind, "must not be set with tools that ask for a shape")
+        raise InvalidRequestError(
+            shape_field, params.structure.kind, "must not be set with tools whose calls are constrained"
+        )
     structure = StructuredOutputs(grammar=grammar)
     await _check_tools(processor, model, structure, tools, choice)
     return params.with_changes(structured_outputs=structure)

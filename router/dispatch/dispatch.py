@@ -198,7 +198,7 @@ class Dispatch:
         return actions + self._drain(replica.facts.model, now)
 
     def models_removed(self, names: frozenset[str]) -> list[Action]:
-        """These models are taken away, and all others are not: what waits for one ends, what runs goes on."""
+        """Sets the models that are removed: requests that wait for one fail, and those that run go on."""
         self.registry.set_removed(names)
         return [action for name in sorted(names) for action in self._fail_removed(name)]
 

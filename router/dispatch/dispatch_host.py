@@ -164,7 +164,7 @@ class DispatchHost:
 
     def set_operator_state(self, operator_state: OperatorState) -> None:
         """Operators have ordered something."""
-        self._see_through("obeying operators", lambda: self.dispatch.set_operator_state(operator_state, self.now()))
+        self._see_through("the operator state", lambda: self.dispatch.set_operator_state(operator_state, self.now()))
 
     # --- the end ---
 

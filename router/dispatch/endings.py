@@ -28,7 +28,7 @@ _OF_SERVERS: Final = {Fault.REPLICA, Fault.BUG}
 STOPPED_RETRY_S: Final = 1.0
 
 _LEAVING: Final = {RequestEvent.CANCEL, RequestEvent.HAND_OVER}
-"""Ends by which a client asks for nothing more here."""
+"""Ends after which the client expects nothing more from this router."""
 
 
 def stopping() -> RequestAbortedError:

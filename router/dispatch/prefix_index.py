@@ -144,7 +144,7 @@ class PrefixHolders:
             masks[block] = after
 
     def discard(self, blocks: Iterable[int], bit: int) -> None:
-        """One replica has none of these any more."""
+        """One replica has evicted these blocks."""
         masks, before, after = self._masks, bit, 0
         for block in blocks:
             mask = masks.get(block, 0)

@@ -141,7 +141,7 @@ class OutputStream:
         elif len(self._pending) >= MERGED_AT:
             self._pending = [merged(self._pending)]
 
-    def leave(self) -> None:
+    def drop_sink(self) -> None:
         """Ends the stream. Earlier output can still be polled, and the sink may be freed."""
         self._sink = _NOBODY
 
@@ -271,7 +271,7 @@ class RequestStream:
         if self._host is not None:
             for stream in reversed(self.streams):
                 self._host.close(stream)
-                stream.leave()
+                stream.drop_sink()
                 stream.error = None  # its traceback has the frames that have polled it: they would be a cycle
 
     def abort(self) -> bool:

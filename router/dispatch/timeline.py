@@ -37,9 +37,9 @@ class AttemptTimes:
     """None: it has ended with its request, or goes on."""
     cause: Cause | None = None
     num_draft_tokens: int = 0
-    """Guessed tokens that were verified, as far as it has told."""
+    """Draft tokens that were verified, as far as the replica has reported."""
     num_accepted_tokens: int = 0
-    """Tokens among them that came true."""
+    """Draft tokens among them that were accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ _SYSTEM, _LATER, _USER, _AGAIN, _SAID = "Qzsystem", "Qzlater", "Qzuser", "Qzagai
 _TOOL, _OTHER, _VALUE, _RESULT, _CUT = "qztool", "qzother", "Qzvalue", "Qzresult", "Qzcut"
 _DEVELOPER: Final = re.compile(r"""['"]developer['"]""")
 _FUNCTION: Final = re.compile(r"""role['"\]]*\s*(==|in)[^%}]*['"]function['"]""")
-"""The word alone says nothing: templates write it of tools, too."""
+"""A template that compares a role with `function`. The word alone is no sign: templates also use it for tools."""
 
 _ID, _SHORT_ID = "call_0123456789abcdef01234567_0", "qz0000001"
 

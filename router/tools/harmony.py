@@ -1,4 +1,4 @@
-"""Harmony: messages in channels, as gpt-oss writes them, told apart as reasoning, content and calls.
+"""Harmony: messages in channels, as gpt-oss writes them, separated into reasoning, content and calls.
 
     <|channel|>analysis<|message|>thoughts<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>

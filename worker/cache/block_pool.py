@@ -262,7 +262,7 @@ class BlockAllocator:
         self._blank.append(block_id)
 
     def forget(self, block_id: int) -> None:
-        """Takes a cached block out of the prefix cache, whoever owns it."""
+        """Takes a cached block out of the prefix cache, also one that has owners."""
         if self.ref_count(block_id):
             self.pins.drop(block_id)
             self._cache_of(block_id).evict(block_id)

@@ -64,7 +64,7 @@ class BlockStore:
         self.sealer = sealer or Sealer()
         self._kind = blake2b(kind + self.sealer.kind, digest_size=16).digest()
         self._open_files: dict[int, int] = {}  # to be read, by segment
-        self._used: set[int] = set()  # segments that were read since the index was told
+        self._used: set[int] = set()  # segments that were read since the index was updated
         self._segment: _Segment | None = None
         self._end = 0  # of the segment that is appended to
         self._places: dict[bytes, int] = {}  # the segment of each block, as far as is known here
@@ -104,7 +104,7 @@ class BlockStore:
         self._guarded(lambda: self._drop(name))
 
     def news(self) -> tuple[list[bytes], list[bytes]]:
-        """The names that have come since the last call, whoever put them, and those that have gone."""
+        """The names that have come since the last call, from all processes, and those that were removed."""
         return self._guarded(self._news)
 
     @property

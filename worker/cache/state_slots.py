@@ -15,8 +15,8 @@ from holdfast.worker.step_plan import StateCopy
 class StateSlots:
     """Slots 0 to `num_slots - 1`. Every call but `deepest` costs O(1).
 
-    Copies are made before the next step computes anything, in the order of the calls: what a slot held when it was
-    copied counts, whoever has it by then.
+    Copies are made before the next step computes anything, in the order of the calls: a copy has what the
+    slot held at the call, also where another sequence has the slot by then.
     """
 
     def __init__(self, num_slots: int, block_size: int, *, prefix_caching: bool, max_num_pins: int = 0) -> None:
@@ -70,7 +70,7 @@ class StateSlots:
         return self._allocator.pins.next_end_s
 
     def take(self) -> int:
-        """A slot for a sequence that begins: what it holds does not count."""
+        """A slot for a sequence that begins. Its contents are undefined."""
         (slot,) = self._allocator.allocate(1)
         return slot
 

@@ -167,7 +167,7 @@ class WindowBlocks:
         table.block_ids, table.num_given_back, table.promised = (), 0, 0
 
     def forget(self, chain: HashChain, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Nobody is to find the blocks of these tokens any more, whoever owns them."""
+        """Takes the blocks of these tokens out of the prefix cache, also those that have owners."""
         for index in range(num_tokens // self.window.block_size):
             block_id = self.cache.place_of(chain, token_ids, index)
             if block_id is not None:

@@ -91,7 +91,7 @@ class BlockMover:
         self._measure()
 
     def start(self, events: MoverEvents | None = None) -> None:
-        """Starts the thread; `events` are the leader's. It is told what there is at first."""
+        """Starts the thread; `events` are the leader's: the first one reports the blocks that are in the store."""
         self._events = events
         self._tell_news()
         self._thread.start()
@@ -234,7 +234,7 @@ class BlockMover:
 
     def _complain(self, what: str, error: OSError) -> None:
         self.counts.num_errors += 1
-        logger.warning("%s the block store failed, and is done without: %s", what, error)
+        logger.warning("%s the block store failed; this operation was skipped: %s", what, error)
 
     def _note(self, name: str, began_s: float, ended_s: float, num_bytes: int) -> None:
         if num_bytes:

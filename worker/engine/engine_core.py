@@ -130,7 +130,7 @@ class EngineCore:
         self._output_queues.pop(listener, None)
         self._feeds.pop(listener, None)
         for attempt in [attempt for attempt, held in self._held.items() if held.listener is listener]:
-            self._let_go(attempt)
+            self._take_held(attempt)
         for attempt in [attempt for attempt, owner in self._owners.items() if owner is listener]:
             self.abort(attempt)
 
@@ -183,10 +183,10 @@ class EngineCore:
 
     def _release(self, attempt: Hashable) -> None:
         """A request that was held goes on, as if it had come just now, but for its deadline."""
-        held = self._let_go(attempt)
+        held = self._take_held(attempt)
         self._submit(held.request, held.listener, held.arrived_s, attempt, held.restore.num_hit_tokens)
 
-    def _let_go(self, attempt: Hashable) -> _Held:
+    def _take_held(self, attempt: Hashable) -> _Held:
         held = self._held.pop(attempt)
         if self.tier is not None and all(other.restore is not held.restore for other in self._held.values()):
             self.tier.restores.end(held.restore)

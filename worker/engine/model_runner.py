@@ -132,7 +132,7 @@ class ModelRunner:
             self.draft = fresh.draft
         old, self.backend = self.backend, fresh.backend
         if self.mover is not None and fresh.mover is not None:
-            self.mover.give_way_to(fresh.mover)
+            self.mover.hand_over_to(fresh.mover)
             self.mover = fresh.mover
         self.info = replace(fresh.info, path=self.info.path, weights_version=version)
         self.progress.follow(lambda: fresh.backend.progress.count)
@@ -359,7 +359,7 @@ def _self_check(runner: ModelRunner, group: TensorParallelGroup, cache: BlockCac
 
 
 def _lead_check(check: SelfCheck, leader: LeaderRunner, group: TensorParallelGroup) -> _Outcome:
-    """Runs the check, and tells the others what came of it."""
+    """Runs the check, and sends its outcome to the other ranks."""
     outcome = _Outcome.REFUSED
     try:
         outcome = _Outcome.BITS_EQUAL if check.passes_bitwise() else _Outcome.BITS_DIFFER

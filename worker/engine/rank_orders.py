@@ -102,8 +102,8 @@ class RankMover:
         self._events = events
         self.mover.start(events)
 
-    def give_way_to(self, other: "RankMover") -> None:
-        """Other weights are served: what they have computed belongs elsewhere."""
+    def hand_over_to(self, other: "RankMover") -> None:
+        """Closes this mover and starts the one of other weights, whose blocks are stored apart."""
         self.close()
         if other._group.rank == 0:
             other.start(self._events)

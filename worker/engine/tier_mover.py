@@ -47,7 +47,7 @@ class Mover(Protocol):
         ...
 
     def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
-        """Begins to read, `piece` blocks at a time; each piece is told of. No names: ends what the ticket was for."""
+        """Begins to read, `piece` blocks at a time; each piece is reported. Without names: cancels the ticket."""
         ...
 
     def take(self, ticket: int, places: Sequence[Place], state_copies: Sequence[StateCopy]) -> Sequence[bool]:

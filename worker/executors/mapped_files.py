@@ -52,8 +52,8 @@ class _Mapping:
 
 
 class MappedFiles:
-    """The files that were mapped when this was made. One that was written to in memory is none: it is looked at when it
-    is asked about first.
+    """The files that were mapped when this object was made, without those whose pages were written to in memory. The
+    latter is checked at the first question about a file.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ _MOST_REFERENCE_BYTES: Final = 1 << 30
 MB."""
 
 _SMALLEST, _LARGEST = -2.0, 0.5
-"""Powers of ten between which the rows of random states are scaled: small ones show an epsilon, large ones do not."""
+"""Powers of ten between which the rows of random states are scaled. A norm's wrong epsilon shows in small rows only."""
 
 
 class Executor(Protocol):

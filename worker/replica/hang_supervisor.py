@@ -48,9 +48,8 @@ def cpu_time_s(pid: int) -> float:
 def hangs(leader: ProcessId, beats: int, limit_s: float) -> bool:
     """Watches until there is a verdict: True for a leader that hangs, False for one that has ended.
 
-    It hangs by the rule of `HangVerdict`, of the bytes it writes to `beats`. Before the first, and while it is traced
-    by a debugger, it need not write any. The end of `beats` is its end, which may come without: a child may hold it
-    open.
+    `HangVerdict` decides, by the bytes that the leader writes to `beats`. It need not write before its first byte, nor
+    while a debugger traces it. If `beats` is closed, it has ended; it may also end while a child holds `beats` open.
     """
     try:
         ending = leader.open()

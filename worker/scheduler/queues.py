@@ -125,7 +125,7 @@ class SequenceQueues:
         if self._held:
             held, self._held = self._held, []
             for sequence in held:
-                self._let_go(sequence)
+                self._free_or_hold(sequence)
 
     def take_block_copies(self) -> tuple[BlockCopy, ...]:
         """The block copies that the next step makes before it computes; each is returned once."""
@@ -212,7 +212,7 @@ class SequenceQueues:
         else:
             self.waiting.remove(sequence)
         self.finish(sequence)
-        self._let_go(sequence)
+        self._free_or_hold(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence. If it runs, it keeps its place and its blocks until `release_finished`."""
@@ -238,7 +238,7 @@ class SequenceQueues:
             if sequence.status is SequenceStatus.RUNNING:
                 self.running.append(sequence)
             else:
-                self._let_go(sequence)
+                self._free_or_hold(sequence)
         self.num_moves += 1
 
     def num_wasted_slots(self) -> int:
@@ -360,7 +360,7 @@ class SequenceQueues:
             self.counts.num_prefix_hit_tokens += sequence.num_computed_tokens
         sequence.tenant.charge(sequence.num_uncomputed_tokens, 0)
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _free_or_hold(self, sequence: Sequence) -> None:
         """Frees the blocks of a sequence that has ended, at once or when the last step in flight that has it lands."""
         if self._in_flight and any(sequence in members for members in self._in_flight):
             self._held.append(sequence)

@@ -190,11 +190,11 @@ class Scheduler:
         return self._plan_of(shares, 1 if self._queues.waiting.num_waiting else max_steps)
 
     def plan_ahead(self, now: float = 0.0) -> StepPlan | None:
-        """The plan of the step after the one in flight, whose result is not there yet; None: that is to be committed
-        first. To be run after it and committed after it. Asked for once for each step.
+        """The plan of the step after the one in flight, whose result is not known yet; None: commit that one first.
+        To be run and committed after it. To be called once for each step.
 
-        In place of the tokens that the step in flight draws it has `PENDING`. It leaves out who would need its result.
-        Who turns out to have ended in that step is in this one for nothing: `commit` ignores it.
+        In place of the tokens that the step in flight draws it has `PENDING`. Sequences that need those are left out.
+        A sequence that turns out to have ended in that step is computed in vain: `commit` ignores it.
         """
         assert len(self._in_flight) == 1, "one plan is in flight, and one is ahead of it"
         self._let_time_pass(now)

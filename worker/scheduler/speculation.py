@@ -175,7 +175,7 @@ class Speculation:
     def _model_drafts(
         self, model: DraftModelProgress, sequence: Sequence, num_tokens: int, wanted: int, budget: "_DraftBudget"
     ) -> Drafts:
-        """Like `_drafts`, by the draft model. It keeps up with prompts; with outputs only when it is to guess."""
+        """Like `_drafts`, by the draft model. It always computes prompts; outputs only when it is to draft."""
         if not model.rereads and (budget.longest == 0 or (wanted == 0 and _decodes(sequence))):
             model.settle(sequence)
             return NO_DRAFTS

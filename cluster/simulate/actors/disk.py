@@ -63,7 +63,7 @@ class SimulatedDisk:
         return found[0]
 
     def lose(self) -> None:
-        """Everything, and nobody is told."""
+        """Loses everything, and reports nothing."""
         self._rows.clear()
 
     def damage(self, share: float) -> None:

@@ -76,7 +76,7 @@ def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
         ("reconnects", f"{tally.num_reconnects:,}, with what a client had received until then"),
         ("stragglers", f"{tally.num_stragglers:,} calls, {tally.num_turned_away:,} turned away for a newer one"),
         ("condemned", f"{tally.num_condemned:,} frozen replicas"),
-        ("begun anew", f"{tally.num_begun_anew:,} requests, whose version an update had taken away"),
+        ("begun anew", f"{tally.num_begun_anew:,} requests, because an update removed the version that they ran on"),
         ("poisoned", f"{tally.num_poisoned:,} replicas, by requests that kill the replicas that run them"),
         ("attacks", f"{sum(tally.attacks.values()):,}"),
         ("", _counts(tally.attacks)),

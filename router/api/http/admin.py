@@ -108,5 +108,5 @@ def _not_local(request: Request) -> str:
     if forwarded := [name for name in _FORWARDED if name in headers]:
         return f"this one was sent on ({forwarded[0]})"
     if not is_loopback(host_name(headers.get("host", ""))):
-        return "this one calls it by another name than localhost"
+        return "this one has another host name than localhost"
     return ""

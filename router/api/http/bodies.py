@@ -114,10 +114,10 @@ class Reads(BaseModel):
         return (self.model_extra or {}).get(name)
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Own fields that say what the request has under another name; by this table they are read, and named in errors."""
+    """The request's field by the body's field, where names differ: for reading, and for names in errors."""
 
     fixed_names: ClassVar[Mapping[str, str]] = {}
-    """Client's names by fields of the request, whatever a body says."""
+    """Names in errors by fields of the request, where they do not depend on the body."""
 
     def given_renamed(self) -> dict[str, Any]:
         """Values of renamed fields, by the request's name; without those of dotted names."""

@@ -173,7 +173,7 @@ def _stored(body: ChatBody, response: dict[str, Any]) -> StoredObject:
 
 
 def _message(message: dict[str, Any], message_id: str) -> dict[str, Any]:
-    """Content that came in parts is told as parts."""
+    """Content that came in parts is returned in parts."""
     content = message.get("content")
     parts = content if isinstance(content, list) else None
     return {"name": None, **message, "id": message_id, "content": None if parts else content, "content_parts": parts}

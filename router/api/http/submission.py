@@ -39,7 +39,7 @@ class Submission:
     event_ids: EventIds | None = None
     """Event ids of a client that may reconnect with the id of its last event."""
     _held: dict[int, list[tuple[OutputDelta, bytes]]] = field(default_factory=dict)
-    """Deltas whose tokens its encoder holds back, with their events, by choice: no client can resume after them."""
+    """By choice: deltas, with their events, whose tokens the encoder holds back. No client can resume after them."""
     _marks: MarkWriter = field(default_factory=MarkWriter)
 
     @classmethod

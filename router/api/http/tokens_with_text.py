@@ -49,7 +49,7 @@ class TextOffsets:
     def push(self, token_id: int) -> int:
         """The offset of the next token."""
         if not self._is_shown(token_id):
-            return self._pass_by(token_id)
+            return self._hidden_offset(token_id)
         data = self._new_bytes(token_id)
         if token_id in self._tokenizer.fallback_bytes:
             at = self._at + self._run.num_chars
@@ -67,7 +67,7 @@ class TextOffsets:
     def _is_shown(self, token_id: int) -> bool:
         return self._has_text and token_id not in self._skipped and token_id < self._tokenizer.vocab_size
 
-    def _pass_by(self, token_id: int) -> int:
+    def _hidden_offset(self, token_id: int) -> int:
         """The offset of a token that is not shown: unless the text that is known says otherwise, it has no length."""
         at = self._at + self._run.num_chars
         written = self._tokenizer.tokens.text_of(token_id)

@@ -62,7 +62,7 @@ class Bug:
 BUGS = {
     "a block is free while the step ahead writes to it": Bug(
         SequenceQueues,
-        "_let_go",
+        "_free_or_hold",
         "if self._in_flight and any(sequence in members for members in self._in_flight):",
         "if False:",
         by_all_kinds_of_requests,

@@ -99,7 +99,7 @@ class TiledCache:
         else:
             memories, self._layers = _in_one_memory(specs, num_blocks, block_size, form, window)
         self.ahead = KvPrefault(memories)
-        """Is told of each step."""
+        """Follows the steps."""
         self.bytes = BlockBytes([_rows(memory) for memory in memories])
         """Blocks, to be copied elsewhere and back."""
         self.form = f"{kept} {block_size} {blake2b(places.numpy().tobytes(), digest_size=8).hexdigest()} {specs}"

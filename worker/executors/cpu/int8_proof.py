@@ -31,7 +31,7 @@ def int8_difference(specs: Sequence[KVSpec], dtype: torch.dtype, library: CDLL) 
     for spec in dict.fromkeys(specs):
         what = _difference(spec, dtype, pool)
         if what is not None:
-            return f"{what} in int8 of a layer with {spec.num_kv_heads} KV heads differ from what they should be"
+            return f"{what} in int8, of a layer with {spec.num_kv_heads} KV heads, differ from the reference"
     return None
 
 

@@ -191,4 +191,4 @@ def check_outcome(outcome: int, work: str) -> None:
     if outcome == _FORKED:
         raise ReplicaError("this process was forked from the one that loaded the model, without its threads")
     if outcome < 0:
-        raise ReplicaError(f"the native library's threads did not do {work} ({outcome})")
+        raise ReplicaError(f"the native library failed at {work} (outcome {outcome})")

@@ -74,10 +74,10 @@ class KvPrefault:
         self._more = threading.Event()
         self._closed = threading.Event()
         self.is_on = bool(self._layers)
-        """Steps are told to it. To be read only."""
+        """Whether it wants to know of each step. To be read only."""
         if self._layers:
             self._more.set()
-            threading.Thread(target=self._work, name="holdfast-memory-ahead", daemon=True).start()
+            threading.Thread(target=self._work, name="holdfast-kv-prefault", daemon=True).start()
 
     def want_all(self) -> None:
         """Takes the pages of all blocks from now on, while there are no steps."""

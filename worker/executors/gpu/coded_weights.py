@@ -100,7 +100,7 @@ class _Matrix:
     def _put(self, row: int, rows: CodedRows) -> None:
         place = slice(row, row + len(rows.codes))
         if self.form.kind is CodeKind.E4M3 and bool((rows.codes & 0x7F == 0x7F).any()):
-            raise ConfigurationError("a weight in fp8 has codes that are no numbers; fetch its file again")
+            raise ConfigurationError("a weight in fp8 has codes that stand for NaN; fetch its file again")
         codes = rows.codes + self._adds if self._adds else rows.codes
         self.codes[place] = in_words(codes) if self._is_packed else codes
         check_finite(rows.scales)

@@ -31,7 +31,7 @@ EDITS: Final[int] = rows.EDITS.value
 EDIT_WORDS: Final[int] = edits.EDIT.value
 
 TOLD_WORDS: Final[int] = reports.HEAD.value
-"""Words that are told of a row before its best tokens."""
+"""Words of a row's report before its best tokens."""
 
 _CHUNK: Final[int] = rows.CHUNK.value
 _CHUNK_BLOCKS: Final[int] = rows.CHUNK_BLOCKS.value

@@ -1,4 +1,4 @@
-"""Linears on a device: which tile a number of rows gets, and how a kernel is told of a weight and its codes."""
+"""Linears on a device: which tile a number of rows gets, and a kernel's arguments for a weight and its codes."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Final

@@ -58,7 +58,7 @@ class CudaDriver:
 
 def missing_between(one: str, other: str, library: Any = None) -> str | None:
     """Reads, writes or atomic operations that the link of two devices lacks; the devices are named by their UUIDs, as
-    `GPU-...`. Raises OSError if NVML does not tell.
+    `GPU-...`. Raises OSError if NVML does not answer.
     """
     nvml = library or ctypes.CDLL("libnvidia-ml.so.1")
     _check(nvml.nvmlInit_v2(), "nvmlInit_v2")

@@ -74,7 +74,7 @@ class Drawing:
     draws: Sequence[DrawParams]
     reading: Reading
     most: int
-    """Best tokens that there is room for; `NONE` where nothing is told but tokens."""
+    """Best tokens that there is room for; `NONE` where tokens alone are reported."""
 
 
 def plain_draws(count: int) -> list[DrawParams]:
@@ -156,7 +156,7 @@ class DeviceSampler:
         return ("draws", *sizes, inputs.rows.masks is not None, logits.data_ptr())
 
     def draw(self, inputs: SamplerInput) -> None:
-        """Launches the draws, of edited rows if there are edits, and what is told of them."""
+        """Launches the draws, of edited rows if there are edits, and the reports of them."""
         drawn = self._launches.draw(inputs.rows)
         if inputs.most > NONE:
             self._launches.tell(inputs.rows, drawn, inputs.most)

@@ -27,7 +27,7 @@ _ALIGNED: Final = 4
 """Bytes that tensors begin at a multiple of: floats are read where they lie."""
 
 _LONGEST: Final = 500
-"""Characters that are told of what is wrong."""
+"""Characters of a wrong value that an error shows."""
 
 _LENGTH: Final = struct.Struct("<Q")
 

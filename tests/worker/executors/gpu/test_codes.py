@@ -114,7 +114,7 @@ def test_inputs_that_a_tile_takes_together():
 def test_a_code_that_is_no_number_is_refused():
     weight = weight_of("e4m3", 4, 32, 32)
     weight.codes.stored.view(torch.uint8)[2, 5] = 0xFF
-    with pytest.raises(ConfigurationError, match="fp8 has codes that are no numbers"):
+    with pytest.raises(ConfigurationError, match="fp8 has codes that stand for NaN"):
         coded_on(CPU, [weight], 1)
 
 

@@ -80,7 +80,7 @@ def noise(key, tokens):
 
 @triton.jit
 def score(bits, scaled):
-    """A token's place in the race, float64: the largest wins. From its noise and its logit over the temperature."""
+    """Gumbel-max score of a token, float64, from its noise and its logit over the temperature: the largest is drawn."""
     u = (bits.to(tl.float64) + 0.5) * 2.3283064365386962890625e-10
     return scaled.to(tl.float64) - log_of(-log_of(1.0 - u))
 
