@@ -261,13 +261,9 @@ def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> 
         if isinstance(mlp, Experts) and (reason := unfit_mixture(mlp)):
             return reason
         if attention.norms_after_rotation or attention.query_scale is not None:
-            return (
-                "queries are normed after rotation, or grow with their position, which the GPU kernels lack"
-            )
+            return "queries are normed after rotation, or grow with their position, which the GPU kernels lack"
         if layer.beside is not None or layer.output_scale != 1.0 or attention.value_norm is not None:
-            return (
-                "it has a mixture beside an MLP, scaled layers or norms of values, which the GPU kernels lack"
-            )
+            return "it has a mixture beside an MLP, scaled layers or norms of values, which the GPU kernels lack"
         scales = (mlp.gate_scale, mlp.inner_scale) if isinstance(mlp, Mlp) else (1.0, 1.0)
         if (attention.value_scale, *scales) != (1.0, 1.0, 1.0):
             return "values and MLPs have scales, which the kernels do not apply"
