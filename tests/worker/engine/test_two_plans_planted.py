@@ -166,12 +166,12 @@ BUGS = {
     "the first token does not say what was cached": Bug(
         Sequence,
         "_fill_in",
-        "if index == 0 else 0",
-        "if index < 0 else 0",
+        "self.num_cached_tokens if index == 0",
+        "self.num_cached_tokens if index < 0",
         test_two_plans.test_the_first_token_says_what_was_cached_and_how_long_it_waited,
     ),
     "a stop token is not looked at": Bug(
-        Sequence, "_fill_in", "self.finish_reason, num_cached", "None, num_cached", by_all_kinds_of_requests
+        Sequence, "_fill_in", "self.finish_reason,", "None,", by_all_kinds_of_requests
     ),
     "a broken row counts as drawn": Bug(
         Sequence,
