@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.worker.errors import HoldfastError, ReplicaError
@@ -63,10 +64,11 @@ def long_wish(number: int) -> Wish:
     return Wish(WORDS[number % len(WORDS)], SamplingParams(**kind))
 
 
-async def ask(client: AsyncClient, wish: Wish, on_first: Callable[[], None] = lambda: None) -> Answer:
+async def ask(client: AsyncClient, wish: Wish, on_first: Callable[[], None] = lambda: None, **options: Any) -> Answer:
+    """Asks for a wish. `options`: of the call."""
     answer = Answer()
     try:
-        async for chunk in client.stream(wish.prompt, wish.params):
+        async for chunk in client.stream(wish.prompt, wish.params, **options):
             assert chunk.first_token_index == len(answer.token_ids)
             answer.token_ids += chunk.token_ids
             answer.text += chunk.text

@@ -45,6 +45,9 @@ _UNIT_BITS: Final = {
 _DEQUANTIZED: Final = (".experts.", "query_key_value")
 """Experts, and fused linears whose outputs are put in order."""
 
+_OF_STATES: Final = (".linear_attn.in_proj", ".mamba.in_proj", ".mixer.in_proj", ".kv_b_proj")
+"""Linears whose outputs are put in order, too, wherever they run."""
+
 _UNIT: Final = 32
 _HALF, _FLOAT, _ZERO_POINT = 16, 32, 8
 _CODES: Final = ("weight_packed", "qweight", "weight")
@@ -102,7 +105,7 @@ class CodedBytes:
 
     def _note(self, name: str, shape: tuple[int, ...], bits: float) -> None:
         is_there = _DEQUANTIZED[1] not in name if self._in_units else not any(part in name for part in _DEQUANTIZED)
-        if is_there:
+        if is_there and not any(part in name for part in _OF_STATES):
             self._bits[name], self._shapes[name] = bits, shape
 
     def _leave_out_unfit(self, config: Mapping[str, Any], family: Family) -> None:
@@ -131,8 +134,10 @@ class CodedBytes:
         index, known = read_index(folder), _UNIT_BITS if self._in_units else _GGUF_BITS
         is_tied = self._in_units is not None and not any(is_head(tensor.name) for tensor in index)
         for tensor in index:
-            if (bits := known.get(tensor.kind)) and len(tensor.shape) == 2 and (is_tied or not is_table(tensor.name)):
-                self._note(tensor.name, tuple(tensor.shape), bits)
+            is_matrix = len(tensor.shape) == 2 and tensor.form == "matrix" and tensor.columns is None
+            if (bits := known.get(tensor.kind)) and is_matrix and (is_tied or not is_table(tensor.name)):
+                rows = self._shapes.get(tensor.name, (0,))[0]  # of its other parts
+                self._note(tensor.name, (rows + tensor.shape[0], *tensor.shape[1:]), bits)
 
     def _read_plain(self, folder: Path, quantization: Quantization) -> None:
         shapes = {name: tuple(entry["shape"]) for name, entry in _entries(folder)}

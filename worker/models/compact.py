@@ -14,7 +14,7 @@ from holdfast.worker.config import Quantization
 from holdfast.worker.models.checkpoint_scheme import check_quantization
 from holdfast.worker.models.checks import check_loaded
 from holdfast.worker.models.gguf.folder import is_made_of_gguf
-from holdfast.worker.models.gguf.tensors import GgufTensors
+from holdfast.worker.models.gguf.folder_tensors import GgufTensors
 from holdfast.worker.models.quantization.scheme import read_scheme
 from holdfast.worker.models.quantized_tensors import QuantizedTensors
 from holdfast.worker.models.quantizing_tensors import QuantizingTensors

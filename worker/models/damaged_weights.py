@@ -13,7 +13,7 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.finite import NotFiniteError, check_finite
 from holdfast.worker.models.gguf.folder import is_made_of_gguf, read_index
-from holdfast.worker.models.gguf.tensors import GgufTensors
+from holdfast.worker.models.gguf.folder_tensors import GgufTensors
 from holdfast.worker.models.safetensors_files import mapped_tensors
 from holdfast.worker.models.weights import read_json
 
@@ -61,8 +61,7 @@ def _of_gguf(folder: Path) -> Iterator[tuple[str, str, int, Tensor]]:
     """The same, in pieces of some rows: they are dequantized."""
     tensors = GgufTensors(folder)
     for entry in read_index(folder):
-        weight = tensors.take(entry.name, entry.shape)
-        assert weight is not None
-        for first in range(0, entry.shape[0], _ROWS):
-            numbers = weight.numbers(first, min(entry.shape[0], first + _ROWS))
-            yield entry.name, str(folder / entry.file), first, numbers[:, 0] if weight.is_vector else numbers
+        weight = tensors.weight(entry)
+        for first in range(0, len(weight), _ROWS):
+            numbers = weight[first : first + _ROWS].to(torch.float32)
+            yield entry.name, str(folder / entry.file), first, numbers

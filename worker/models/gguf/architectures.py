@@ -18,22 +18,9 @@ from holdfast.worker.models.gguf.experts import (
     qwen_experts,
 )
 from holdfast.worker.models.gguf.header import Header, StoredTensor
+from holdfast.worker.models.gguf.hybrids import HYBRIDS, hybrid_config, hybrid_tensors
 from holdfast.worker.models.gguf.rotary import rope_parameters
-from holdfast.worker.models.gguf.understanding import Metadata, NotUnderstood
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NamedTensor:
-    """A tensor of a Hugging Face model, and where a GGUF file has it."""
-
-    name: str
-    """Hugging Face's."""
-    stored: StoredTensor
-    heads: int = 0
-    """Above 0: within each of so many heads the rows lie as llama.cpp rotates them, pair after pair, where Hugging Face
-    has the first of all pairs and then the second ones."""
-    offset: float = 0.0
-    """Value added to its numbers: the norms of some families are stored more by one."""
+from holdfast.worker.models.gguf.understanding import Metadata, NamedTensor, NotUnderstood, of_pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +31,6 @@ class Architecture:
     hf_class: str
     layer: Mapping[str, str]
     """Modules of a layer by GGUF's names in a block."""
-    optional: frozenset[str] = frozenset()
-    """Tensors among those that not all models have."""
     settings: Callable[[Metadata], dict[str, Any]] = lambda metadata: {}
     """Entries of the config, besides the common ones."""
     pairs_are_neighbours: bool = False
@@ -250,14 +235,17 @@ def architecture_of(header: Header) -> Architecture:
     name = header.metadata.get("general.architecture")
     found = ARCHITECTURES.get(str(name))
     if found is None:
-        known = ", ".join(sorted(ARCHITECTURES))
+        known = ", ".join(sorted([*ARCHITECTURES, *HYBRIDS]))
         raise NotUnderstood(f"is of architecture {name!r}, and GGUF files are read of {known}")
     return _MIXTRAL if found.model_type == "llama" and header.metadata.get("llama.expert_count") else found
 
 
 def hf_config(header: Header) -> dict[str, Any]:
     """Content of the model's config.json. Raises `NotUnderstood`."""
-    architecture, metadata = architecture_of(header), Metadata(header)
+    metadata = Metadata(header)
+    if metadata.architecture in HYBRIDS:
+        return hybrid_config(metadata, _dtype(header))
+    architecture = architecture_of(header)
     if metadata.get("expert_count") and not architecture.has_experts:
         raise NotUnderstood(f"has experts, which are not read of files of architecture {metadata.architecture}")
     heads, hidden = metadata.count("attention.head_count"), metadata.count("embedding_length")
@@ -310,10 +298,12 @@ def _dtype(header: Header) -> str:
 
 
 def hf_tensors(header: Header, config: Mapping[str, Any]) -> list[NamedTensor]:
-    """All tensors of the model by Hugging Face's names, in the order of the file.
+    """All tensors of the model, or their parts, by Hugging Face's names, in the order of the file.
 
     Raises `NotUnderstood` for one too many or too few, or of another shape than the config makes it.
     """
+    if header.metadata.get("general.architecture") in HYBRIDS:
+        return hybrid_tensors(header, config)
     architecture = architecture_of(header)
     names = dict(_TOP)
     for index in range(config["num_hidden_layers"]):
@@ -341,7 +331,8 @@ def _named(tensor: StoredTensor, name: str, architecture: Architecture, config: 
         heads = config["num_key_value_heads"]
     is_norm = tensor.name.endswith("norm.weight")
     offset = -1.0 if is_norm and architecture.norms_are_more_by_one else 0.0
-    return NamedTensor(name=name, stored=tensor, heads=heads, offset=offset)
+    rows = of_pairs(tensor.shape[0], heads) if heads else None
+    return NamedTensor(name=name, stored=tensor, rows=rows, plus=offset)
 
 
 def _checked(tensor: StoredTensor, module: str, kind: str, config: Mapping[str, Any]) -> StoredTensor:

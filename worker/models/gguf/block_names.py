@@ -1,7 +1,9 @@
-"""Types of a GGUF file's tensors that are read, by ggml's names. Plain data, for those who look and those who load."""
+"""Types of a GGUF file's tensors that are read, by ggml's names, and orders of their rows. Plain data, for those who
+look and those who load.
+"""
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 FLOATS: Final = ("F32", "F16", "BF16")
 
@@ -25,3 +27,15 @@ UNIT_BYTES: Final[Mapping[str, float]] = {
 """Bytes of a number in units (`native/units.h`): as in the file, but for six bits that become eight."""
 
 READ_KINDS: Final = (*FLOATS, *BLOCKS)
+
+
+class Turn(NamedTuple):
+    """The order of rows, or of columns, from one place on: number (a, x, y, b) of [outer, first, second, inner] is
+    stored at (a, y, x, b).
+    """
+
+    start: int
+    outer: int
+    first: int
+    second: int
+    inner: int

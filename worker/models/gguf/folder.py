@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.models.gguf.block_names import Turn
 from holdfast.worker.user_folder import user_folder
 
 if TYPE_CHECKING:
@@ -33,17 +34,27 @@ _OF_OTHERS: Final = "mmproj"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexedTensor:
-    """A tensor by its name in the Hugging Face model; see `NamedTensor` and `StoredTensor`."""
+    """A tensor, or a part of its rows, by its name in the Hugging Face model; see `NamedTensor` and `StoredTensor`."""
 
     name: str
     kind: str
-    shape: tuple[int, ...]
+    stored: tuple[int, ...]
+    """Shape as it is stored."""
     file: str
     """The name of the link to its file in the folder."""
     offset: int
     num_bytes: int
-    heads: int
+    form: str
+    rows: Turn | None
+    columns: Turn | None
+    first: int
+    count: int
     plus: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of its numbers: those of the tensor, but for parts, and forms that are no matrix."""
+        return self.count, *self.stored[1:]
 
 
 def is_gguf(path: Path) -> bool:
@@ -71,7 +82,12 @@ def source_of(folder: Path) -> Path:
 def read_index(folder: Path) -> list[IndexedTensor]:
     """The tensors of a folder that was made of a GGUF file."""
     content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
-    return [IndexedTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in content["tensors"]]
+    return [_indexed(entry) for entry in content["tensors"]]
+
+
+def _indexed(entry: dict[str, Any]) -> IndexedTensor:
+    turns = {key: None if entry[key] is None else Turn(*entry[key]) for key in ("rows", "columns")}
+    return IndexedTensor(**{**entry, **turns, "stored": tuple(entry["stored"])})
 
 
 def is_made_of_gguf(folder: Path) -> bool:
@@ -179,12 +195,16 @@ def _contents(header: "Header") -> Mapping[str, str]:
         IndexedTensor(
             name=named.name,
             kind=named.stored.kind,
-            shape=named.stored.shape,
+            stored=named.stored.shape,
             file=header.files[named.stored.part].name,
             offset=named.stored.offset,
             num_bytes=named.stored.num_bytes,
-            heads=named.heads,
-            plus=named.offset,
+            form=named.form,
+            rows=named.rows,
+            columns=named.columns,
+            first=named.first,
+            count=named.stored.shape[0] - named.first if named.count is None else named.count,
+            plus=named.plus,
         )
         for named in hf_tensors(header, config)
     ]

@@ -7,18 +7,15 @@ with the roundings of the `gguf` package: each operation by itself.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from holdfast.worker.executors.coded import CodedRows, CodeForm, CodeKind
-from holdfast.worker.executors.mapped_files import storage_of_file, tensor_in_file
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.executors.units import UNIT, UNITS_TOGETHER, Offset, UnitForm, Units
 from holdfast.worker.models.gguf.block_names import BLOCKS
-from holdfast.worker.models.gguf.folder import IndexedTensor, read_index
 
 _HALF: Final = 16
 """Codes of a block of 32 that are the low bits of their bytes; the high bits are the next 16."""
@@ -210,6 +207,8 @@ class GgufWeight(StoredMatrix):
     """[rows of the tensor, bytes of a row], uint8, mapped."""
     order: Tensor | None
     """[rows of the tensor], int64: which stored row each one is. None: the same."""
+    column_order: Tensor | None = None
+    """[columns of the tensor], int64. Codes are not put in such an order: they become numbers."""
     plus: float
     """Is added to each number, in float32."""
     is_vector: bool
@@ -229,7 +228,8 @@ class GgufWeight(StoredMatrix):
     @property
     def unit_form(self) -> UnitForm | None:
         is_cut_within = any(column % UNIT for column in self.columns)
-        form = None if is_cut_within or self.plus or self.is_vector else UNIT_FORMS.get(self.kind)
+        is_changed = self.plus or self.is_vector or self.column_order is not None
+        form = None if is_cut_within or is_changed else UNIT_FORMS.get(self.kind)
         if form is None or not form.offset.num_factors:
             return form
         return replace(form, before=self.columns[0] // UNIT % UNITS_TOGETHER)
@@ -250,7 +250,8 @@ class GgufWeight(StoredMatrix):
 
     @property
     def code_form(self) -> CodeForm | None:
-        if self.kind in K_FORMS and not (self.plus or self.is_vector or self._is_cut_within):
+        is_changed = self.plus or self.is_vector or self.column_order is not None
+        if self.kind in K_FORMS and not (is_changed or self._is_cut_within):
             return K_FORMS[self.kind][0]
         form = self.unit_form
         if form is None:
@@ -294,12 +295,16 @@ class GgufWeight(StoredMatrix):
         return self.stored[first:last] if self.order is None else self.stored[self.order[first:last]]
 
     def numbers(self, first: int, last: int) -> Tensor:
-        numbers = self._numbers(self._stored(first, last))
+        if self.column_order is None:
+            numbers = self._numbers(self._stored(first, last), self.columns)
+        else:
+            whole = self._numbers(self._stored(first, last), (0, len(self.column_order)))
+            numbers = whole[:, self.column_order[slice(*self.columns)]]
         return numbers + self.plus if self.plus else numbers
 
-    def _numbers(self, stored: Tensor) -> Tensor:
-        """Numbers of some stored rows, for the range's columns."""
-        first, last = self.columns
+    def _numbers(self, stored: Tensor, columns: tuple[int, int]) -> Tensor:
+        """Numbers of some stored rows, for a range of the stored columns."""
+        first, last = columns
         if self.kind in _FLOATS:
             return stored.view(_FLOATS[self.kind])[:, first:last].float()
         values, num_bytes = BLOCKS[self.kind]
@@ -307,48 +312,3 @@ class GgufWeight(StoredMatrix):
         blocks = stored[:, block * num_bytes : end * num_bytes].reshape(-1, num_bytes)
         numbers = dequantized(self.kind, blocks).view(len(stored), -1)
         return numbers[:, first - block * values : last - block * values]
-
-
-class GgufTensors:
-    """The tensors of a folder that was made of a GGUF file. Each is taken once."""
-
-    def __init__(self, folder: Path) -> None:
-        self._tensors = {tensor.name: tensor for tensor in read_index(folder)}
-        files = {tensor.file for tensor in self._tensors.values()}
-        self._storages = {file: storage_of_file(folder / file) for file in files}
-
-    def take(self, name: str, shape: tuple[int, ...]) -> GgufWeight | None:
-        """None: there is none of this name and shape, or it was taken."""
-        tensor = self._tensors.get(name)
-        if tensor is None or tuple(tensor.shape) != shape:
-            return None
-        return self._weight(self._tensors.pop(name))
-
-    @property
-    def left(self) -> set[str]:
-        """The names of those that were not taken."""
-        return set(self._tensors)
-
-    def _weight(self, tensor: IndexedTensor) -> GgufWeight:
-        is_vector = len(tensor.shape) == 1
-        num_rows, num_columns = (tensor.shape[0], 1) if is_vector else tensor.shape
-        row_bytes = tensor.num_bytes // num_rows
-        stored = tensor_in_file(
-            self._storages[tensor.file], torch.uint8, tensor.offset, (num_rows, row_bytes), (row_bytes, 1)
-        )
-        return GgufWeight(
-            kind=tensor.kind,
-            stored=stored,
-            order=_halves_first(num_rows, tensor.heads) if tensor.heads else None,
-            rows=(0, num_rows),
-            columns=(0, num_columns),
-            plus=tensor.plus,
-            is_vector=is_vector,
-        )
-
-
-def _halves_first(num_rows: int, heads: int) -> Tensor:
-    """Position of each row of a head in the file's order, pair after pair; Hugging Face's order has all first rows of
-    pairs first.
-    """
-    return torch.arange(num_rows).view(heads, -1, 2).transpose(1, 2).flatten()

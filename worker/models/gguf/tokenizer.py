@@ -31,7 +31,7 @@ _TEKKEN: Final = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _SPLITS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "smaug-bpe", "dbrx"), _LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "smaug-bpe", "dbrx"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN2),
     "tekken": _TEKKEN,
 }
@@ -41,13 +41,13 @@ _SINGLE_DIGITS: Final = frozenset(
     {"smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "command-r", "mellum"}
 )
 _PLAIN: Final = frozenset({"gpt-2", "gpt2", "olmo", "mpt", "jais", "trillion"})
-_WHOLE_WORDS_FIRST: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+_WHOLE_WORDS_FIRST: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon-h1", "lfm2", "tekken"})
 """A word that is a token is one, whatever merges give."""
 
 _COMPOSED: Final = frozenset({"qwen2", "deepseek-r1-qwen"})
 """Text is composed (NFC) before."""
 
-_BEGINS_WITH_BOS: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+_BEGINS_WITH_BOS: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon-h1", "lfm2", "tekken"})
 """Pre-tokenizers that begin with BOS where the file does not say."""
 
 

@@ -1,8 +1,12 @@
-"""Metadata of a GGUF file by its architecture's keys, with the types that they must have."""
+"""Terms in which a GGUF file is understood: its metadata by its architecture's keys, with the types that they must
+have, and what a stored tensor is in a Hugging Face model.
+"""
 
+from dataclasses import dataclass
 from typing import Any, Final
 
-from holdfast.worker.models.gguf.header import Header
+from holdfast.worker.models.gguf.block_names import Turn
+from holdfast.worker.models.gguf.header import Header, StoredTensor
 
 _NEEDED: Final = object()
 
@@ -42,6 +46,22 @@ class Metadata:
             raise NotUnderstood(f"has {self.architecture}.{key} = {str(value)[:100]}, and a number above 0 is read")
         return float(value)
 
+    def of_some_layers(self, key: str) -> int:
+        """A whole number above 0, or a list that has it for some layers and 0 for others. Raises `NotUnderstood`."""
+        value = self.get(key)
+        if not isinstance(value, list):
+            return self.count(key)
+        found = sorted({one for one in value if one})
+        if len(found) != 1 or not isinstance(found[0], int) or found[0] < 0:
+            raise NotUnderstood(f"has {self.architecture}.{key} = {str(value)[:100]}, and one number above 0 is read")
+        return found[0]
+
+    @property
+    def num_own_layers(self) -> int:
+        """Layers without those behind them, which draft. Raises `NotUnderstood`."""
+        drafting = self.count("nextn_predict_layers", 0) if self.get("nextn_predict_layers") else 0
+        return self.num_layers - min(drafting, self.num_layers - 1)
+
     @property
     def num_layers(self) -> int:
         """Raises `NotUnderstood` for more of them than there are tensors."""
@@ -53,3 +73,32 @@ class Metadata:
     def has(self, tensor: str) -> bool:
         """Whether the file has a tensor of this name."""
         return tensor in self.header.tensors
+
+
+def of_pairs(num_rows: int, heads: int) -> Turn:
+    """Rows of so many heads, which llama.cpp rotates pair after pair; Hugging Face has the first of all pairs and then
+    the second ones.
+    """
+    return Turn(0, heads, 2, num_rows // heads // 2, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTensor:
+    """A tensor of a Hugging Face model, or one of the parts of which its rows are, and where a GGUF file has it."""
+
+    name: str
+    """Hugging Face's."""
+    stored: StoredTensor
+    """The shape is [rows, columns], or [rows], as it is read."""
+    form: str = "matrix"
+    """`matrix`, or how numbers become the tensor: `FORMS` in `tensors.py`."""
+    rows: Turn | None = None
+    columns: Turn | None = None
+    """None: in the order in which they are stored."""
+    first: int = 0
+    count: int | None = None
+    """Which of the rows, once they are in order; None: all from there on."""
+    part: int = 0
+    """Number among the parts of a tensor."""
+    plus: float = 0.0
+    """Value added to its numbers: the norms of some families are stored more by one."""

@@ -81,7 +81,7 @@ def test_a_type_that_has_no_name(written, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"general.architecture": "rwkv6"}, ("rwkv6", "llama, phi3")),
+        ({"general.architecture": "rwkv6"}, ("rwkv6", "granite, granitehybrid")),
         ({"llama.expert_count": 4}, ("lacks the key llama.expert_used_count",)),
         ({"llama.expert_count": 4, "llama.expert_used_count": 2}, ("blk.0.ffn_",)),
         ({"llama.expert_count": 4, "llama.expert_gating_func": 2}, ("chooses experts by the function 2",)),
