@@ -7,6 +7,7 @@ evicts it when no blank one is left. `CacheFeed` keeps the changes of the prefix
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from holdfast.worker.block_hash import next_hash, root_hash, short_hash, short_snapshot
 from holdfast.worker.cache.pins import Pins
@@ -146,12 +147,17 @@ class PrefixCache:
             self._changes[event.block_hash] = event
 
 
+LASTING_SHARE: Final = 0.75
+"""Share of the blocks up to which those of extended prefixes outlive all others."""
+
+
 class BlockAllocator:
     """Blocks 0 to `num_blocks - 1`, each blank, cached without an owner, or owned by as many as its count says.
 
-    Blank blocks are handed out first, then cached ones, the one first that has been without an owner for longest, and
-    last those that are pinned. Every call but those of pins costs O(1) per block, and the ids handed out depend on the
-    calls alone. A call that breaks the rules (more blocks than are free, an id that is not allocated) is our own
+    Blank blocks are handed out first, then cached ones, the one first that has been without an owner for longest; after
+    all others those of sequences that went on from a cached prefix, and last those that are pinned. Every call but
+    those of pins costs O(1) per block, and the ids handed out depend on the calls alone. A call that breaks the rules
+    (more blocks than are free, an id that is not allocated) is our own
     mistake and an AssertionError at once.
     """
 
@@ -172,19 +178,22 @@ class BlockAllocator:
         # Cached blocks without an owner, the next to be evicted first. Not a dict, which looks past all that it has
         # lost to find its first.
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._lasting: OrderedDict[int, None] = OrderedDict()  # likewise, those whose prefix was extended before
         self._kept: OrderedDict[int, None] = OrderedDict()  # likewise, those that are pinned
+        self._extended: set[int] = set()  # cached blocks of extended prefixes, with or without an owner
+        self._most_lasting = int(LASTING_SHARE * num_blocks)
         self.pins = Pins(max_num_pins)
         """To be read only."""
 
     @property
     def num_free(self) -> int:
         """Blocks without an owner, those that still hold a prefix among them."""
-        return len(self._blank) + len(self._evictable) + len(self._kept)  # asked in every turn
+        return len(self._blank) + len(self._evictable) + len(self._lasting) + len(self._kept)  # asked in every turn
 
     @property
     def num_cached(self) -> int:
         """Free blocks that still hold a prefix."""
-        return len(self._evictable) + len(self._kept)
+        return len(self._evictable) + len(self._lasting) + len(self._kept)
 
     @property
     def num_used(self) -> int:
@@ -214,8 +223,9 @@ class BlockAllocator:
         block_ids = self._blank[num_left:]
         del self._blank[num_left:]
         while len(block_ids) < num_blocks:
-            block_id, _ = (self._evictable or self._kept).popitem(last=False)
+            block_id, _ = (self._evictable or self._lasting or self._kept).popitem(last=False)
             self.pins.drop(block_id)
+            self._extended.discard(block_id)
             self._cache_of(block_id).evict(block_id)
             block_ids.append(block_id)
         block_ids.reverse()
@@ -232,11 +242,13 @@ class BlockAllocator:
                 del line[block_id]
             self._ref_counts[block_id] += 1
 
-    def free(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
+    def free(self, block_ids: Sequence[int], *, evict_first: bool = False, is_extended: bool = False) -> None:
         """Take one owner from each of these blocks; a block without owners is free again.
 
         The blocks of a sequence are passed in its order: of those freed together the last is evicted first, because a
         prefix is of use without its end and not without its beginning. `evict_first`: before all that are cached now.
+        `is_extended`: the sequence went on from a cached prefix, and others are likely to go on from it. Then its
+        blocks outlive those of sequences that did not, as long as they are at most `LASTING_SHARE` of all.
         """
         for block_id in reversed(block_ids):
             assert self.ref_count(block_id) > 0, f"block {block_id} is freed but not allocated"
@@ -246,11 +258,17 @@ class BlockAllocator:
             if block_id in self.pins.by_block:
                 self._kept[block_id] = None
             elif self.is_cached(block_id):
-                self._evictable[block_id] = None
+                if is_extended:
+                    self._extended.add(block_id)
+                self._line_of(block_id)[block_id] = None
                 if evict_first:
-                    self._evictable.move_to_end(block_id, last=False)
+                    self._line_of(block_id).move_to_end(block_id, last=False)
             else:
                 self._blank.append(block_id)
+        while len(self._lasting) > self._most_lasting:  # the oldest of them is as others are from now on
+            block_id, _ = self._lasting.popitem(last=False)
+            self._extended.discard(block_id)
+            self._evictable[block_id] = None
 
     def make_blank(self, block_id: int) -> None:
         """Drops the content of a cached block without an owner."""
@@ -258,6 +276,7 @@ class BlockAllocator:
         assert block_id in line, f"block {block_id} is not cached, or has an owner"
         del line[block_id]
         self.pins.drop(block_id)
+        self._extended.discard(block_id)
         self._cache_of(block_id).forget(block_id)
         self._blank.append(block_id)
 
@@ -265,6 +284,7 @@ class BlockAllocator:
         """Takes a cached block out of the prefix cache, also one that has owners."""
         if self.ref_count(block_id):
             self.pins.drop(block_id)
+            self._extended.discard(block_id)
             self._cache_of(block_id).evict(block_id)
         else:
             self.make_blank(block_id)
@@ -273,9 +293,11 @@ class BlockAllocator:
         """Until then, evicts these cached blocks, given from a prefix's beginning, after all that are not pinned."""
         gave_way = self.pins.put(block_ids, tenant, until_s)
         for block_id in reversed(block_ids):
-            if block_id in self.pins.by_block and block_id in self._evictable:
-                del self._evictable[block_id]
-                self._kept[block_id] = None
+            if block_id in self.pins.by_block:
+                for line in (self._evictable, self._lasting):
+                    if block_id in line:
+                        del line[block_id]
+                        self._kept[block_id] = None
         self._release(gave_way)
 
     def end_pins(self, now: float) -> None:
@@ -285,7 +307,8 @@ class BlockAllocator:
     def forget_cached(self) -> None:
         """Evicts all blocks from the prefix cache. None may have an owner."""
         assert not self.num_used, f"{self.num_used} blocks have owners"
-        for line in (self._evictable, self._kept):
+        self._extended.clear()
+        for line in (self._evictable, self._lasting, self._kept):
             for block_id in line:
                 self.pins.drop(block_id)
                 self._cache_of(block_id).evict(block_id)
@@ -298,7 +321,7 @@ class BlockAllocator:
             cache.check_integrity()
         blank = set(self._blank)
         assert len(blank) == len(self._blank), "a block is twice in the list of blank ones"
-        cached = self._evictable.keys() | self._kept.keys()
+        cached = self._evictable.keys() | self._lasting.keys() | self._kept.keys()
         foreign = (blank | cached) - set(range(self.num_blocks))
         assert not foreign, f"foreign ids among the free: {foreign}"
         for block_id, ref_count in enumerate(self._ref_counts):
@@ -313,18 +336,22 @@ class BlockAllocator:
         self.pins.check_integrity(filter(self.is_cached, range(self.num_blocks)))
         misplaced = {block_id for block_id in cached if (block_id in self.pins.by_block) != (block_id in self._kept)}
         assert not misplaced, f"blocks {misplaced} are pinned and may be evicted early, or are kept without a pin"
-        assert self._evictable.keys().isdisjoint(self._kept), "a block stands in two lines"
+        num_standing = len(self._evictable) + len(self._lasting) + len(self._kept)
+        assert num_standing == len(cached), "a block stands in two lines"
+        assert self._lasting.keys() <= self._extended, "a block lasts whose prefix nobody went on from"
 
     def _release(self, block_ids: Sequence[int]) -> None:
         """Moves blocks without a pin any more to the end of the others, in this order, as if used last."""
         for block_id in block_ids:
             if block_id in self._kept:
                 del self._kept[block_id]
-                self._evictable[block_id] = None
+                self._line_of(block_id)[block_id] = None
 
     def _line_of(self, block_id: int) -> OrderedDict[int, None]:
         """Line of eviction in which a cached block without an owner stands."""
-        return self._kept if block_id in self.pins.by_block else self._evictable
+        if block_id in self.pins.by_block:
+            return self._kept
+        return self._lasting if block_id in self._extended else self._evictable
 
     def _cache_of(self, block_id: int) -> PrefixCache:
         """The cache that finds a block."""

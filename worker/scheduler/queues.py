@@ -370,7 +370,8 @@ class SequenceQueues:
     def _free_blocks(self, sequence: Sequence) -> None:
         for block_id in sequence.block_ids if self._copies else ():
             self._copies.pop(block_id, None)
-        self.allocator.free(sequence.block_ids)
+        is_extended = 0 < sequence.num_prompt_tokens <= 2 * sequence.num_cached_tokens
+        self.allocator.free(sequence.block_ids, is_extended=is_extended)
         sequence.block_ids = ()
         if self.windows is not None and sequence.window is not None:
             for block_id in sequence.window.own if self._window_copies else ():

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.worker.block_hash import next_hash, root_hash
-from holdfast.worker.cache.block_pool import BlockEvicted, BlockStored, HashChain, PrefixCache
+from holdfast.worker.cache.block_pool import BlockAllocator, BlockEvicted, BlockStored, HashChain, PrefixCache
 from holdfast.worker.request import Priority
 from tests.examples import examples
 from tests.pseudo_model import PseudoRunner, pseudo_completion
@@ -250,6 +250,31 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
     computed(scheduler, make_request("a", prompt_len=16, max_tokens=1))
     computed(scheduler, make_request("b", prompt=(1,) * 8, max_tokens=1))
     assert computed(scheduler, make_request("c", prompt_len=16, max_tokens=1)) == 8
+
+
+def test_a_session_that_goes_on_outlives_requests_that_come_once():
+    """Fifty requests that nobody goes on from pass through a cache of twelve blocks, after each of its later turns."""
+    scheduler = caching_scheduler(num_blocks=12)
+    turn, found = tuple(range(100, 101 + 2 * BLOCK_SIZE)), []
+    for number in range(4):
+        num_computed = computed(scheduler, make_request(f"turn {number}", prompt=turn, max_tokens=1))
+        found.append(len(turn) - num_computed)
+        turn += tuple(range(1000 * number, 1000 * number + BLOCK_SIZE))
+        for other in range(50 if number else 0):
+            first = 10_000 + 100 * other
+            prompt = tuple(range(first, first + 2 * BLOCK_SIZE + 1))
+            computed(scheduler, make_request(f"{number} {other}", prompt=prompt, max_tokens=1))
+        scheduler.check_integrity()
+    assert found == [0, 2 * BLOCK_SIZE, 3 * BLOCK_SIZE, 4 * BLOCK_SIZE]
+
+
+def test_extended_prefixes_take_a_share_of_the_cache_at_most():
+    allocator = BlockAllocator(8, 2, prefix_caching=True)
+    blocks = allocator.allocate(8)
+    store(allocator.prefix_cache, list(range(16)), blocks)
+    allocator.free(blocks, is_extended=True)
+    allocator.check_integrity()
+    assert sorted(allocator.allocate(2)) == blocks[-2:], "the last ones of it are as others are"
 
 
 def test_an_abort_keeps_what_was_committed_and_not_what_was_under_way():
