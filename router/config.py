@@ -33,6 +33,16 @@ def parse_host_names(value: object) -> object:
 HostNames = Annotated[tuple[str, ...], BeforeValidator(parse_host_names)]
 
 
+def parse_rules(value: object) -> object:
+    """`billing, date`, or `none`, or a list of rules. Other values are left to the validator."""
+    items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
+    return () if items == ["none"] else tuple(items) if isinstance(items, list) else items
+
+
+RuleNames = Annotated[tuple[Literal["billing", "date", "time", "id"], ...], BeforeValidator(parse_rules)]
+"""Rules of `text/head_lines.py`."""
+
+
 def parse_origins(value: object) -> object:
     """`https://app.example, http://localhost:3000`, or `*`, or a list of them, as browsers write origins."""
     items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
@@ -338,6 +348,11 @@ class RouterConfig(Settings):
     )
     batch_concurrency: int = Field(
         32, ge=1, le=4096, description="lines of batches that a router computes at a time, at low priority"
+    )
+    head_line_rules: RuleNames = Field(
+        ("billing",),
+        description="lines of a chat's system prompt that change with each call, by their rules: billing is dropped; "
+        "date, time and id are moved behind the last message, e.g. billing,date; none: all stay",
     )
     killable: bool = Field(
         False, description="for demonstrations and tests: operators may end a replica's process as `kill -9` does"

@@ -118,6 +118,7 @@ def _router_lines(router: RouterStatus) -> list[tuple[str, str]]:
     lines = [(f"router {router.address}: {load.num_open} requests open, {load.num_queued} waiting for a replica", "")]
     if load.HasField("store"):
         lines.append((f"  {_store_line(load.store)}", ""))
+    lines += [(f"  {_spoiled_line(one)}", "yellow") for one in load.spoiled]
     up = Counter(replica.model for replica in load.replicas)
     lines += [
         (f"  model {model.name} has no replica: its requests wait or are refused", "red")
@@ -127,6 +128,12 @@ def _router_lines(router: RouterStatus) -> list[tuple[str, str]]:
     if not router.models.models:
         lines.append(("  no replica has connected yet: requests wait for one (router.replica_wait_s)", "red"))
     return lines
+
+
+def _spoiled_line(spoiled: Any) -> str:
+    client = f"tenant {spoiled.tenant}" if spoiled.tenant else "clients without a tenant"
+    cost = f"{spoiled.num_requests} requests computed {spoiled.num_tokens} prompt tokens behind it"
+    return f"{client}: a line that changes spoils the cache: {cost}; --head-line-rules ...,{spoiled.rule} moves it"
 
 
 def _store_line(store: Any) -> str:

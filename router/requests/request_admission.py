@@ -1,7 +1,8 @@
 """Request admission: the checks of a client's request, and the sequences that it becomes."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Final
 
 from holdfast.router.config import LimitsConfig
@@ -17,6 +18,7 @@ from holdfast.router.requests.answer import OpenAnswers
 from holdfast.router.requests.request_stats import AdmittedRequest, RequestStats
 from holdfast.router.resume import ResumeRecord, check_ends, resumed
 from holdfast.router.security.gate import ANYONE, Caller, Gate
+from holdfast.router.text.head_lines import HeadLine, tidied
 from holdfast.router.text.prompt import check_vocabulary
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
@@ -92,7 +94,9 @@ class RequestAdmission:
         open_answers: OpenAnswers,
         stats: RequestStats,
         overload: Overload | None = None,
+        head_line_rules: Collection[str] = (),
     ) -> None:
+        self._head_line_rules = head_line_rules
         self._dispatch_host = dispatch_host
         self._tokenizers = tokenizers
         self._limits = limits
@@ -157,13 +161,17 @@ class RequestAdmission:
         model = self._dispatch_host.dispatch.registry.statuses.get(request.model) or self._model(request.model, caller)
         if request.resume is None and model.name in self.pauses.models:  # what has begun goes on
             await self.pauses.wait_over(model.name, deadline - now)
+        head_lines: Sequence[HeadLine] = ()
+        if request.chat is not None:
+            chat, head_lines = tidied(request.chat, self._head_line_rules)
+            request = request if chat is request.chat else replace(request, chat=chat)
         engine_request = await self._tokenizers.engine_request(request, model, self._limits)
         if caller.rates is not None:
             caller.took_tokens(len(engine_request.prompt_token_ids), now)
         has_echo = engine_request.sampling_params.echo
         echo = await self._tokenizers.echo(model.name, request, engine_request) if has_echo else ""
         self.check_open()
-        return AdmittedRequest(
+        admitted = AdmittedRequest(
             engine_request,
             model,
             self._stats,
@@ -173,6 +181,8 @@ class RequestAdmission:
             client_attempt=request.attempt,
             echo=echo,
         )
+        admitted.head_lines = head_lines
+        return admitted
 
     def check_tenant(self, tenant: str) -> None:
         """Refuses what is more than one tenant may have open."""

@@ -4,7 +4,7 @@ pipeline around it, as a served router, offline inference and a replica with vLL
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ParamSpec, Self, TypeVar
@@ -25,9 +25,11 @@ from holdfast.router.requests.beam_search import BeamAnswer
 from holdfast.router.requests.poison_watch import CURRENT_READING
 from holdfast.router.requests.request_admission import Pauses, RequestAdmission
 from holdfast.router.requests.request_stats import AdmittedRequest, RequestStats
+from holdfast.router.requests.session_book import SessionBook
 from holdfast.router.requests.tracing import RequestTracer
 from holdfast.router.resume import ResumeRecord, received_delta
 from holdfast.router.security.gate import Gate
+from holdfast.router.text.head_lines import tidied
 from holdfast.router.text.prompt import check_vocabulary
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
@@ -59,6 +61,7 @@ class RequestProcessor:
         gate: Gate | None = None,
         tracer: "Tracer | None" = None,
         overload: Overload | None = None,
+        head_line_rules: Collection[str] = (),
     ) -> None:
         """Lets everyone ask for everything without a `gate`, traces nothing without a `tracer`, sheds nothing without
         an `overload` manager.
@@ -70,9 +73,13 @@ class RequestProcessor:
         self._chat_styles: dict[str, tuple[Tokenizer, dict[str | None, ChatStyle]]] = {}
         """Tokenizer of each model, and the style of each of its chat templates that was used."""
         self._open_answers = OpenAnswers()
+        self._head_line_rules = head_line_rules
         self.stats = RequestStats()
+        self.sessions = SessionBook()
+        """Sessions of its requests."""
+        self.stats.on_end.append(self.sessions)
         self._admission = RequestAdmission(
-            dispatch_host, tokenizers, limits, self._gate, self._open_answers, self.stats, overload
+            dispatch_host, tokenizers, limits, self._gate, self._open_answers, self.stats, overload, head_line_rules
         )
         self._tracer = None if tracer is None else RequestTracer(tracer, dispatch_host.now)
 
@@ -228,6 +235,7 @@ class RequestProcessor:
         """The token ids of a chat's prompt. Raises `HoldfastError`."""
         self.check_overload()
         await self._tokenizers.check(chat, chat.check, self._limits)
+        chat, _ = tidied(chat, self._head_line_rules)
         text = await self._tokenizers.render(self.model(model).name, chat)
         check_text(text, self._limits, "chat")
         return await self._tokenizers.encode(self.model(model).name, text, add_special_tokens)
@@ -240,6 +248,7 @@ class RequestProcessor:
         """The text of a chat's prompt. Raises `HoldfastError`."""
         self.check_overload()
         await self._tokenizers.check(chat, chat.check, self._limits)
+        chat, _ = tidied(chat, self._head_line_rules)
         return await self._tokenizers.render(self.model(model).name, chat)
 
     async def check_structure(self, model: str, structure: StructuredOutputs) -> None:
@@ -327,4 +336,5 @@ class Pipeline:
         max_unread_tokens = limits.max_unread_tokens if suspends_unread else None
         host = DispatchHost(dispatch, asyncio.get_running_loop(), on_models_changed, max_unread_tokens)
         tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
-        return cls(host, tokenizers, RequestProcessor(host, tokenizers, limits, gate, tracer, overload))
+        processor = RequestProcessor(host, tokenizers, limits, gate, tracer, overload, config.head_line_rules)
+        return cls(host, tokenizers, processor)

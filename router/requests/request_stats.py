@@ -13,6 +13,7 @@ from holdfast.router.events import ModelStatus
 from holdfast.router.generation import OutputDelta
 from holdfast.router.overload.byte_ledger import Lease
 from holdfast.router.security.gate import ANYONE, Caller
+from holdfast.router.text.head_lines import HeadLine
 from holdfast.worker.errors import (
     AuthenticationError,
     CallerError,
@@ -87,6 +88,8 @@ class EndedRequest:
     """Seconds that its output waited for its reader; this is part of no phase, and may overlap decode."""
     timeline: Timeline
     """Timeline of its sequence with the most attempts."""
+    head_lines: Sequence[HeadLine] = ()
+    """Lines at the head of its prompt that may spoil it for the cache."""
 
     @property
     def duration_s(self) -> float:
@@ -149,6 +152,8 @@ class AdmittedRequest:
         self.client_attempt = client_attempt
         self.echo = echo
         """The prompt's text if the request asks for `echo`; else empty."""
+        self.head_lines: Sequence[HeadLine] = ()
+        """Lines at the head of its prompt that may spoil it for the cache."""
         self.lease: Lease | None = None
         """Holds its unread output."""
         self.is_open = False
@@ -224,6 +229,7 @@ class AdmittedRequest:
             phases=timeline.phases(self._last_at if is_complete and self._last_at is not None else now),
             reader_wait_s=self.reader_wait_s,
             timeline=timeline,
+            head_lines=self.head_lines,
         )
         for listener in listeners:
             listener(ended)

@@ -62,8 +62,8 @@ _MARK: Final = "HOLDFASTCACHEMARK{}X"
 
 
 def mark_places(tokenizer: Tokenizer, chat: Chat, text: str) -> list[int | None]:
-    """How many characters of a chat's prompt, which is `text`, are before each of its marks; None: not known, since the
-    template does not show the place as it is. It is found by rendering the chat with a tag at each mark.
+    """Characters of a chat's prompt, which is `text`, before each of its marks; None: not known, since the template
+    does not show the place as it is. It is found by rendering the chat with a tag at each mark.
     """
     messages = [dict(message) for message in plain_messages(chat.messages)]
     ordered = sorted(enumerate(chat.marks), key=lambda one: (one[1].message, one[1].num_chars), reverse=True)

@@ -179,7 +179,10 @@ def models_response(models: Iterable[ModelStatus]) -> inference_pb2.ListModelsRe
 
 
 def load_response(
-    num_queued: int, num_open: int, replicas: Iterable[ReplicaLoad], stored: StoreFigures | None = None
+    num_queued: int,
+    num_open: int,
+    replicas: Iterable[ReplicaLoad],
+    stored: StoreFigures | None = None,
 ) -> inference_pb2.GetLoadResponse:
     return inference_pb2.GetLoadResponse(
         num_queued=num_queued,

@@ -486,16 +486,30 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("num_queued", "num_open", "replicas", "store")
+    __slots__ = ("num_queued", "num_open", "replicas", "store", "spoiled")
     NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
     NUM_OPEN_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
+    SPOILED_FIELD_NUMBER: _ClassVar[int]
     num_queued: int
     num_open: int
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaLoad]
     store: StoreLoad
-    def __init__(self, num_queued: _Optional[int] = ..., num_open: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ..., store: _Optional[_Union[StoreLoad, _Mapping]] = ...) -> None: ...
+    spoiled: _containers.RepeatedCompositeFieldContainer[SpoiledPrompts]
+    def __init__(self, num_queued: _Optional[int] = ..., num_open: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaLoad, _Mapping]]] = ..., store: _Optional[_Union[StoreLoad, _Mapping]] = ..., spoiled: _Optional[_Iterable[_Union[SpoiledPrompts, _Mapping]]] = ...) -> None: ...
+
+class SpoiledPrompts(_message.Message):
+    __slots__ = ("tenant", "rule", "num_requests", "num_tokens")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    rule: str
+    num_requests: int
+    num_tokens: int
+    def __init__(self, tenant: _Optional[str] = ..., rule: _Optional[str] = ..., num_requests: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class StoreLoad(_message.Message):
     __slots__ = ("num_bytes", "max_bytes", "num_objects", "num_jobs_waiting", "num_jobs_running", "oldest_job_s")

@@ -133,7 +133,12 @@ class InferenceServicer:
     async def GetLoad(self, message: inference_pb2.GetLoadRequest, context: Context) -> inference_pb2.GetLoadResponse:
         dispatch = self._dispatch_host.dispatch
         stored = None if self._store_figures is None else await self._store_figures()
-        return load_response(dispatch.num_queued, dispatch.num_open, dispatch.loads(), stored)
+        response = load_response(dispatch.num_queued, dispatch.num_open, dispatch.loads(), stored)
+        for one in self._request_processor.sessions.spoiled():
+            response.spoiled.add(
+                tenant=one.tenant, rule=one.rule, num_requests=one.num_requests, num_tokens=one.num_tokens
+            )
+        return response
 
 
 _BYTES_OF_MESSAGE: Final = 64

@@ -17,6 +17,7 @@ from holdfast.router.api.operators import overload_state
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import ModelStatus, ReplicaLoad
 from holdfast.router.overload.overload import Overload
+from holdfast.router.requests.session_book import Session, SessionBook, prompt_speeds, saved_s
 
 FOLDER: Final = Path(__file__).parent / "page"
 
@@ -54,9 +55,16 @@ def _content(name: str) -> bytes:
     return (FOLDER / name).read_bytes()
 
 
-def cluster_view(host: DispatchHost, overload: Overload | None = None, *, is_killable: bool) -> dict[str, Any]:
+MAX_SHOWN_SESSIONS: Final = 50
+
+
+def cluster_view(
+    host: DispatchHost, overload: Overload | None = None, sessions: SessionBook | None = None, *, is_killable: bool
+) -> dict[str, Any]:
     """View of the cluster for JSON. `is_killable`: operators may end replicas."""
     now = host.now()
+    book = sessions or SessionBook()
+    speeds = prompt_speeds(host.dispatch.loads())
     return {
         "is_killable": is_killable,
         "open": host.dispatch.num_open,
@@ -69,6 +77,11 @@ def cluster_view(host: DispatchHost, overload: Overload | None = None, *, is_kil
         ],
         "models": [_model(one) for one in host.dispatch.models()],
         "replicas": [_replica(one) for one in host.dispatch.loads()],
+        "sessions": [_session(one, now, speeds) for one in book.sessions()[:MAX_SHOWN_SESSIONS]],
+        "spoiled": [
+            {"tenant": one.tenant, "rule": one.rule, "requests": one.num_requests, "tokens": one.num_tokens}
+            for one in book.spoiled()
+        ],
         "failovers": sum(host.dispatch.stats.failovers.values()),
         "events": [
             {
@@ -81,6 +94,22 @@ def cluster_view(host: DispatchHost, overload: Overload | None = None, *, is_kil
             }
             for one in reversed(host.news)
         ],
+    }
+
+
+def _session(one: Session, now: float, speeds: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "tenant": one.tenant,
+        "model": one.model,
+        "turns": one.num_turns,
+        "prompt_tokens": one.num_prompt_tokens,
+        "memory_tokens": one.num_memory_tokens,
+        "disk_tokens": one.num_disk_tokens,
+        "computed_tokens": one.num_computed_tokens,
+        "saved_s": round(saved_s(one, speeds), 3),
+        "age_s": round(now - one.last_s, 1),
+        "kept_s": round(max(0.0, one.kept_until_s - now)),
     }
 
 

@@ -126,7 +126,8 @@ class StateEndpoints:
         )
 
     async def cluster(self, request: Request) -> ASGIApp:
-        return json_response(cluster_view(self._dispatch_host, self.overload, is_killable=self._is_killable))
+        sessions = self._requests.sessions
+        return json_response(cluster_view(self._dispatch_host, self.overload, sessions, is_killable=self._is_killable))
 
     async def openapi(self, request: Request) -> ASGIApp:
         return json_response(description())

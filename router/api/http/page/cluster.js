@@ -42,6 +42,9 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
       ...cluster.waiting.map((one) => made("li", "", `${one.count} × ${one.class}, ${one.tenant || "no tenant"}, ${one.model}`)),
     );
     if (!cluster.waiting.length) at("waiting").append(made("li", "quiet", "nothing waits"));
+    at("sessions").replaceChildren(...cluster.sessions.slice(0, 12).map(session));
+    if (!cluster.sessions.length) at("sessions").append(made("li", "quiet", "no request went on from another one yet"));
+    at("spoiled").replaceChildren(...cluster.spoiled.slice(0, 5).map(spoiled));
     at("events").replaceChildren(...cluster.events.slice(0, 20).map(event));
     announce(cluster.events[0]);
     before = new Map(cluster.replicas.map((one) => [one.replica_id, one]));
@@ -55,6 +58,27 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     const size = one.weight_bytes ? `, ${(one.weight_bytes / 2 ** 20).toFixed(one.weight_bytes < 2 ** 30 ? 1 : 0)} MiB of weights a replica` : "";
     return `${one.model}: quantization ${one.quantization}${size}`;
   }
+
+  /** Turns of a conversation, what is kept of it, and what was not computed again. */
+  function session(one) {
+    const saved = one.memory_tokens + one.disk_tokens;
+    const disk = one.disk_tokens ? `, ${number(one.disk_tokens)} of them from the disk` : "";
+    const time = one.saved_s ? `, about ${one.saved_s < 10 ? one.saved_s.toFixed(1) : Math.round(one.saved_s)} s` : "";
+    const kept = one.kept_s ? `; kept for ${ago(one.kept_s).replace(" ago", "")} more` : "";
+    const parts = [counted(one.turns, "turn"), `${number(one.prompt_tokens)} tokens`, `saved ${number(saved)} of ${number(saved + one.computed_tokens)}${disk}${time}${kept}`];
+    const element = made("li", "", `${one.name ? shortName(one.name) : "a session"}: ${parts.join(", ")}`);
+    element.title = [one.name, one.model, one.tenant].filter(Boolean).join(", ");
+    element.append(made("time", "", ago(one.age_s)));
+    return element;
+  }
+
+  /** A client whose prompts begin with a line that changes with each call. */
+  function spoiled(one) {
+    const client = one.tenant ? `Tenant ${one.tenant}` : "A client";
+    return made("li", "overloaded", `${client} wastes its cache: ${number(one.tokens)} tokens computed behind a line that changes (rule ${one.rule})`);
+  }
+
+  const number = (count) => count.toLocaleString("en");
 
   /** What this router refuses to protect itself, and how near its limits it is. */
   function overloaded(state, suspended) {
