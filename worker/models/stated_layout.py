@@ -198,7 +198,7 @@ class LayoutBuilder:
         attends = self._keeps_kv(index)
         attention = self._attention(index, f"{prefix}{family.attention}.", rotaries) if attends else None
         if isinstance(attention, Attention) and isinstance(state, Mamba2):
-            attention, state = slices_beside(attention, state)
+            attention, state = slices_beside(attention, state, self._share.dtype)
         return Layer(
             attention_norm=self._optional_norm(prefix, family.attention_norm),
             attention=attention,

@@ -120,20 +120,17 @@ class MambaBuilder:
         return Norm(kind="rms", weight=own, eps=float(getattr(share.config, share.family.eps)))
 
 
-def slices_beside(attention: Attention, mamba: Mamba2) -> tuple[Attention, Mamba2]:
-    """Both with one output, whose inputs are, slice by slice, values of attention and then those of Mamba2."""
+def slices_beside(attention: Attention, mamba: Mamba2, dtype: torch.dtype) -> tuple[Attention, Mamba2]:
+    """Both with one output, whose inputs are, slice by slice, values of attention and then those of Mamba2. Quantized
+    outputs are dequantized to `dtype`: units of one slice would be of two weights.
+    """
     ours, theirs = attention.output, mamba.output
     assert theirs is not None, "each is built with its own"
     if attention.num_slices != mamba.num_slices:
         raise NotStated("attention and Mamba2 beside each other have other numbers of slices")
-    parts = [_numbers(one).reshape(len(_numbers(one)), attention.num_slices, -1) for one in (ours, theirs)]
+    numbers = [one.units[0].to(dtype) if one.units else one.weights[0] for one in (ours, theirs)]
+    parts = [one.reshape(len(one), attention.num_slices, -1) for one in numbers]
     biases = [one.bias for one in (ours, theirs) if one.bias is not None]
     bias = torch.stack(biases).sum(0) if biases else None
     output = Linear(weights=(torch.cat(parts, -1).flatten(1),), bias=bias)
     return replace(attention, output=output), replace(mamba, output=None)
-
-
-def _numbers(linear: Linear) -> Tensor:
-    if not linear.weights:
-        raise NotStated("quantized outputs of attention and Mamba2 beside each other are not read as units")
-    return linear.weights[0]

@@ -1,0 +1,174 @@
+"""Every stated family in every format: what a rank reads of a quantized folder is what it reads of its numbers.
+
+In bfloat16 and as units. `make test` has one layout and two numbers of ranks a family, by turns; the rest is slow.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.worker.config import ModelConfig
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.linears import Linear
+from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.stated_layout import read_stated
+from tests.fake_group import run_ranks
+from tests.parity.families import NOT_SPLIT, save_tiny_model, settings_of
+from tests.parity.hybrids import save_hybrid
+from tests.worker.models.layouts import differences
+from tests.worker.models.quantization.folders import LAYOUTS, Written, quantized
+from tests.worker.models.test_int8 import numbers_of_units
+
+HYBRIDS = {
+    "lfm2": "conv, attention, conv",
+    "qwen3_5_text": "dense",
+    "qwen3_5_moe_text": "mixture",
+    "qwen3_next": "by key heads, mixture",
+}
+"""Families whose layers keep states, by their patterns, where the sizes below do not do."""
+
+WIDER: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "head_dim": 32,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
+"""Every slice of a sum has whole groups, also on ranks."""
+
+TURNS: dict[str, dict[str, Any]] = {
+    **{name: {"head_dim": 16} for name in ("gpt_neox", "helium", "olmoe", "stablelm")},
+    **{name: {"q_lora_rank": 32, "kv_lora_rank": 32} for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
+    "bamba": {"mamba_d_head": 32},
+    "granitemoehybrid": {"mamba_d_head": 32, "shared_intermediate_size": 128},
+    "lfm2": {"block_auto_adjust_ff_dim": False},
+    "mamba2": {"head_dim": 32},
+    "nemotron_h": {"moe_shared_expert_intermediate_size": 128},
+    "olmo": {"clip_qkv": None},
+    **{
+        name: {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+        for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+    },
+}
+"""What is changed of `WIDER`."""
+
+NOT_READ: dict[str, set[int]] = {name: {2, 3, 4} for name in NOT_SPLIT & FAMILIES.keys()}
+"""Numbers of ranks that cannot share a family's tiny model natively."""
+
+RANKS = (1, 2, 3, 4)
+IN_TURN = ("gptq act-order", "awq", "ct w4a16 asym", "ct w8a8", "fp8 block", "ct fp8", "gptq 8 bits")
+"""One layout of each form of codes, scales and zero points."""
+
+
+OF_THREE: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "mamba_d_ssm"), 96),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 192),
+    **dict.fromkeys(("shared_intermediate_size", "moe_shared_expert_intermediate_size"), 192),
+    **dict.fromkeys(("num_attention_heads", "mamba_n_heads", "mamba_num_heads", "num_heads"), 6),
+    "num_key_value_heads": 3,
+    "n_groups": 3,
+    "linear_num_key_heads": 6,
+    "linear_num_value_heads": 12,
+}
+"""Sizes that three ranks can share, where a config has them."""
+
+
+@cache
+def source_of(family: str, folder: Path, *, of_three: bool) -> Path:
+    """A tiny model of the family."""
+    own = settings_of(family)[1]
+    changes = {**WIDER, **TURNS.get(family, {})}
+    if of_three:
+        heads = own.get("num_key_value_heads")
+        is_latent = "kv_lora_rank" in own
+        changes |= {name: value for name, value in OF_THREE.items() if name in {*own, *changes}}
+        changes |= {"num_key_value_heads": heads if heads in (None, ...) else 6 if is_latent else 3}
+    folder /= f"{family}-{of_three}"
+    if family in HYBRIDS:
+        return save_hybrid(folder, HYBRIDS[family], **{name: changes[name] for name in changes if name != "head_dim"})
+    return save_tiny_model(family, folder, **changes)
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("sources")
+
+
+def read(folder: Path, group: TensorParallelGroup, arithmetic: str = "bfloat16") -> DecoderLayout | str:
+    """What a rank reads, in numbers; or why it reads nothing."""
+    config = ModelConfig(model=str(folder), quantized_activations=arithmetic)
+    try:
+        found = read_stated(config, folder, group)
+    except UnsupportedModelError as error:
+        return str(error)
+    return found if isinstance(found, str) else in_numbers(found[0])
+
+
+def in_numbers(part: Any) -> Any:
+    """The same part of a layout with the numbers of units in their place."""
+    if isinstance(part, Linear):
+        weights = tuple(numbers_of_units(one).to(torch.bfloat16) for one in part.units)
+        return replace(part, weights=weights, units=()) if weights else part
+    if isinstance(part, tuple):
+        return tuple(map(in_numbers, part))
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(part, **{field.name: in_numbers(getattr(part, field.name)) for field in fields(part)})
+    return part
+
+
+def differences_between(ours: Path, theirs: Path, size: int) -> tuple[bool, list[str]]:
+    """Whether ranks read the second folder, and where the first one differs from it."""
+
+    def compared(group: TensorParallelGroup) -> tuple[bool, list[str]]:
+        expected = read(theirs, group)
+        found = []
+        for arithmetic in ("bfloat16", "int8"):
+            own = read(ours, group, arithmetic)
+            if isinstance(own, str) or isinstance(expected, str):
+                found += [] if own == expected else [f"{own!r} is not {expected!r}"]
+            else:
+                found += [f"{arithmetic}: {place}" for place in differences(own, expected)]
+        return not isinstance(expected, str), found
+
+    ranks = run_ranks(size, compared)
+    return all(is_read for is_read, _ in ranks), [found for _, rank in ranks for found in rank]
+
+
+@cache
+def written_of(family: str, layout: str, sources: Path, where: Path, *, of_three: bool) -> Written:
+    written = quantized(source_of(family, sources, of_three=of_three), where / str(of_three), layout)
+    assert written.numbers, "no linear has whole groups"
+    return written
+
+
+def faults(family: str, layout: str, sources: Path, where: Path, ranks: Sequence[int] = RANKS) -> list[str]:
+    """What differs on any number of ranks, or is not read where it should be."""
+    found: list[str] = []
+    for size in ranks:
+        written = written_of(family, layout, sources, where, of_three=size == 3)
+        is_read, places = differences_between(written.folder, written.dequantized, size)
+        found += [f"{size} ranks: {place}" for place in places]
+        if is_read == (size in NOT_READ.get(family, set())):
+            found.append(f"{size} ranks {'read' if is_read else 'do not read'} it")
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_in_one_format_is_its_dequantized_folder(family, sources, tmp_path):
+    turn = list(FAMILIES).index(family)
+    ranks = (1, 2 + turn // len(IN_TURN) % 3)
+    assert faults(family, IN_TURN[turn % len(IN_TURN)], sources, tmp_path, ranks) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_in_any_format_is_its_dequantized_folder(family, layout, sources, tmp_path):
+    assert faults(family, layout, sources, tmp_path) == []
