@@ -233,6 +233,9 @@ def update(
     canary_for: Annotated[float, Parameter(help="seconds that a canary is watched")] = 60.0,
     min_requests: Annotated[int, Parameter(help="requests that a canary must have ended before it is trusted")] = 20,
     known_answers: Annotated[Path | None, Parameter(help="JSON: prompts, and how the canary must answer them")] = None,
+    audit: Annotated[
+        bool, Parameter(negative=(), help="audit the canary with the checks of `holdfast verify`")
+    ] = False,
     server: Server = None,
     pid: Pid = None,
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
@@ -247,6 +250,8 @@ def update(
     answers = [] if known_answers is None else read_known_answers(known_answers)
     if answers and not canary:
         raise ConfigurationError("--known-answers needs --canary: only a canary is checked against known answers")
+    if audit and not canary:
+        raise ConfigurationError("--audit needs --canary: only a canary is audited")
     loaded = load_config({**settings, "model.served_model_name": Setting(name, "NAME")}, config)
     if server is not None:
         check_remote(settings, pid=pid)
@@ -255,6 +260,8 @@ def update(
                 "--known-answers (with --server): known answers are requests with this machine's key, which a router "
                 "must not use: run the update on the cluster's machine"
             )
+        if audit:
+            raise ConfigurationError("--audit (with --server): the audit needs this machine's key, as --known-answers")
         change = {
             "model": name,
             "settings": given_settings(loaded, (*OF_REPLICA, "cluster")),
@@ -276,7 +283,7 @@ def update(
             min_requests=min_requests,
         )
         wanted = over_running(running_settings(loaded.config.cluster.namespace, name), loaded)
-        updated = update_model(wanted, plan, report, answers)
+        updated = update_model(wanted, plan, report, answers, is_audited=audit)
     return _say_updated(name, updated)
 
 

@@ -32,7 +32,7 @@ class WhatFlags:
     """Flags for what is asked."""
 
     checks: Annotated[str, Parameter(group=_WHAT, help="names of checks, with commas [all]")] = ""
-    budget: Annotated[str, Parameter(group=_WHAT, help="bounds: requests=N,tokens=N,rate=N (a second)")] = ""
+    budget: Annotated[str, Parameter(group=_WHAT, help="bounds: requests=N,tokens=N,rate=N (a second),seconds=N")] = ""
     adapter: Annotated[
         tuple[str, ...], Parameter(group=_WHAT, help="a further model name, whose answers differ from the model's")
     ] = ()

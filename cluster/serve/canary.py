@@ -61,7 +61,7 @@ def verdict(seen: Observed) -> str | None:
     """Why the canary must be taken back; None: nothing speaks against it."""
     canary, others = seen.canary, seen.others
     if seen.wrong_answers:
-        return f"{len(seen.wrong_answers)} wrong known answers: {'; '.join(seen.wrong_answers[:3])}"
+        return f"{len(seen.wrong_answers)} wrong answers: {'; '.join(seen.wrong_answers[:3])}"
     if canary.num_lost > max(MAX_LOST, others.num_lost):
         return f"{canary.num_lost} of its replicas were lost, and {others.num_lost} of the others"
     if _is_worse(canary, others):

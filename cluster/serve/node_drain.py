@@ -14,14 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-from uuid import uuid4
 
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve import models
 from holdfast.cluster.serve.canary import KnownAnswer
 from holdfast.cluster.serve.directory import Role, Snapshot
 from holdfast.cluster.serve.ray_internals import drain_node
-from holdfast.router.dispatch.versions import position
 from holdfast.router.operator_state import Change
 from holdfast.worker.errors import CallerError, HoldfastError, ReplicaError
 from holdfast.worker.model_info import version_of
@@ -158,8 +156,6 @@ def _num_other_nodes() -> int:
 
 
 _ANSWER_S: Final = 10.0
-_NUM_ASKED: Final = 5
-"""A known answer is asked so often at most until the canary is the one that answers: it may be full."""
 
 
 class ServeSteps:
@@ -170,13 +166,14 @@ class ServeSteps:
         config: HoldfastConfig,
         known_answers: Sequence[KnownAnswer] = (),
         share: float = 0.0,
+        is_audited: bool = False,
     ) -> None:
-        """`config` fits the cluster (`serving.fitted`)."""
+        """`config` fits the cluster (`serving.fitted`). `is_audited`: the canary is audited once."""
         self._config = config
         self._namespace, self._model = config.cluster.namespace, config.model.name
         self._directory: Any = models.directory_of(self._namespace)
         self._known_answers = known_answers
-        self._share = share
+        self._share, self._is_audited = share, is_audited
 
     def now(self) -> float:
         return time.monotonic()
@@ -220,6 +217,22 @@ class ServeSteps:
 
     def wrong_answers(self, version: str) -> Sequence[str]:
         """Asks one of the routers, as any client does, with ids that fall into the canary's share."""
+        return [*self._wrong_known_answers(version), *self._found_by_audit(version)]
+
+    def _found_by_audit(self, version: str) -> Sequence[str]:
+        routers = [one.http_address for one in self.snapshot().serving(Role.ROUTER)]
+        if not (self._is_audited and routers):
+            return ()
+        from holdfast.cluster.serve.canary_audit import audited
+
+        self._is_audited = False
+        options = self._config.client.options
+        tls = options.get("tls")
+        address = f"{'http' if tls is None else 'https'}://{routers[0]}"
+        context = True if tls is None else tls.client_context()
+        return audited(address, options["api_key"], self._model, version, self._share, tls=context)
+
+    def _wrong_known_answers(self, version: str) -> Sequence[str]:
         if not self._known_answers:
             return ()
         from holdfast.cluster.client.blocking_client import Client
@@ -231,10 +244,12 @@ class ServeSteps:
 
     def _wrong(self, client: Any, version: str, known: KnownAnswer) -> str:
         """The fault of one answer, in words; empty if it is right, or if only other versions had room to answer."""
+        from holdfast.cluster.serve.canary_audit import NUM_ASKED, own_id
+
         params = SamplingParams(temperature=0.0, max_tokens=known.num_tokens)
-        for _ in range(_NUM_ASKED):
+        for _ in range(NUM_ASKED):
             try:
-                answer = client.generate(known.prompt, params, model=self._model, request_id=self._own_id())
+                answer = client.generate(known.prompt, params, model=self._model, request_id=own_id(self._share))
             except CallerError:
                 raise
             except HoldfastError as error:
@@ -243,9 +258,3 @@ class ServeSteps:
                 text = answer.completions[0].text
                 return "" if text.startswith(known.starts_with) else f"{known.prompt!r} gave {text[:80]!r}"
         return ""
-
-    def _own_id(self) -> str:
-        while True:
-            request_id = f"known-answer-{uuid4().hex}"
-            if position(request_id) < self._share:
-                return request_id

@@ -113,9 +113,16 @@ def add_model(config: HoldfastConfig, report: Report) -> int:
 
 
 def update_model(
-    config: HoldfastConfig, plan: UpdatePlan, report: Report, known_answers: Sequence[KnownAnswer] = ()
+    config: HoldfastConfig,
+    plan: UpdatePlan,
+    report: Report,
+    known_answers: Sequence[KnownAnswer] = (),
+    *,
+    is_audited: bool = False,
 ) -> Updated:
     """Replaces a model of the running cluster by what `config` says, replica by replica, under the same name.
+
+    `is_audited`: a canary is asked the questions of `holdfast verify`.
 
     Returns when the old version has drained. Raises `ConfigurationError` for what cannot work, and
     `UpdateRolledBackError` where the new version was taken back; the old one serves on then.
@@ -125,7 +132,7 @@ def update_model(
         check_files(config)
         check_hub(config)
         config = _fitted(config)
-    return Update(ServeSteps(config, known_answers, plan.share), plan, report).run()
+    return Update(ServeSteps(config, known_answers, plan.share, is_audited), plan, report).run()
 
 
 def running_models(namespace: str) -> dict[str, Running]:

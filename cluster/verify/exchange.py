@@ -86,6 +86,8 @@ class Answer:
     choices: list[Choice] = field(default_factory=list)
     usage: Mapping[str, Any] = field(default_factory=dict)
     ids: set[str] = field(default_factory=set)
+    fingerprint: str = ""
+    """`system_fingerprint`, of the last event that has one."""
     num_events: int = 0
     is_done: bool = False
     """Whether a stream ended with its mark."""
@@ -176,6 +178,7 @@ class AnswerReader:
             self.answer.usage = body["usage"]
         if isinstance(body.get("id"), str):
             self.answer.ids.add(body["id"])
+        self.answer.fingerprint = str(body.get("system_fingerprint") or self.answer.fingerprint)
         for position, entry in enumerate(body.get("choices") or ()):
             if isinstance(entry, dict):
                 index = entry.get("index", position)

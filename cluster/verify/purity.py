@@ -1,7 +1,7 @@
 """Purity: whether a request gets one answer, whatever happens around it, at temperature 0 and with seeds.
 
-Known answers of a prompt are those that it got alone. A situation differs if its answer is none of them, so a server
-whose answers vary when alone is blamed for that only.
+Known answers of a prompt are those that it got alone. A situation differs if its answer is none of them. A prompt whose
+answers vary when alone is compared no further, so a server is blamed for that only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -169,6 +169,8 @@ def _judge_alone(subject: Subject, family: str, known: Sequence[Known], rounds: 
         reference = Known(one.ask, one.is_repetitive, [first] if settled else [second])
         (cached if settled else repeated).judge(reference, second if settled else third)
         (repeated if settled else cached).num_tried += 1
+        if not settled:
+            one.answers = []  # nothing to compare with any more
     if family == "seeded" and len(repeated.seen) * 2 > len(known):
         known_one, answer, choice, difference = repeated.seen[0]
         subject.found(

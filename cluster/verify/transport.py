@@ -1,6 +1,8 @@
 """Transport of an audit: performs its requests with httpx, within a budget of requests, tokens and rate."""
 
 import asyncio
+import math
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,30 +32,34 @@ class Budget:
     rate: float = 50.0
     """Requests a second, on average; `burst` of them may be sent at once."""
     burst: int = 16
+    seconds: float = math.inf
+    """Time after which nothing more is asked."""
     used_requests: int = 0
     used_tokens: int = 0
 
     @classmethod
     def parsed(cls, text: str) -> "Budget":
         """Budget of `requests=300,tokens=20000,rate=5`, or of a number of requests. Raises `ConfigurationError`."""
-        names = {"requests": "num_requests", "tokens": "num_tokens", "rate": "rate"}
+        names = {"requests": "num_requests", "tokens": "num_tokens", "rate": "rate", "seconds": "seconds"}
         values: dict[str, float] = {}
         for part in filter(None, text.split(",")):
             name, _, value = part.rpartition("=")
             try:
-                number = float(value) if name == "rate" else int(value)
+                number = float(value) if name in ("rate", "seconds") else int(value)
             except ValueError:
                 number = 0
             if name not in ("", *names) or number <= 0:
                 raise ConfigurationError(
-                    f"--budget {text}: {part!r} must be requests, tokens or rate, '=' and a number above 0"
+                    f"--budget {text}: {part!r} must be requests, tokens, rate or seconds, '=' and a number above 0"
                 )
             values[names[name or "requests"]] = number
         return cls(**values)  # type: ignore[arg-type]
 
-    def spend(self, asks: Sequence[Ask]) -> None:
-        """Raises `BudgetSpent`, and then spends nothing."""
+    def spend(self, asks: Sequence[Ask], after_s: float = 0.0) -> None:
+        """Raises `BudgetSpent`, and then spends nothing. `after_s`: seconds since the audit began."""
         tokens = sum(ask.num_tokens for ask in asks)
+        if after_s > self.seconds:
+            raise BudgetSpent(f"the budget of {self.seconds:g} seconds is spent")
         if self.used_requests + len(asks) > self.num_requests:
             raise BudgetSpent(f"the budget of {self.num_requests} requests is spent")
         if self.used_tokens + tokens > self.num_tokens:
@@ -74,6 +80,7 @@ class Transport:
         timeout_s: float = 300.0,
         inner: httpx.AsyncBaseTransport | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tls: ssl.SSLContext | bool = True,
     ) -> None:
         """`url` ends before the paths of the API, or before `/v1`.
 
@@ -82,9 +89,10 @@ class Transport:
         self.base = base_url(url)
         self.budget = budget
         self._key, self._clock = key, clock
+        self._began_s = clock()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s, connect=10.0), limits=limits, transport=inner, trust_env=False
+            timeout=httpx.Timeout(timeout_s, connect=10.0), limits=limits, transport=inner, verify=tls, trust_env=False
         )
         self._allowance, self._at_s = float(budget.burst), time.monotonic()
 
@@ -93,7 +101,7 @@ class Transport:
 
     async def send(self, asks: Sequence[Ask], on_first: Callable[[], None] = lambda: None) -> list[Answer]:
         """Sends them together. `on_first` is called at the first event of each. Raises `BudgetSpent`."""
-        self.budget.spend(asks)
+        self.budget.spend(asks, self._clock() - self._began_s)
         await self._wait(len(asks))
         return await asyncio.gather(*(self._patiently(ask, on_first) for ask in asks))
 

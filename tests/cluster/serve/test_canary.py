@@ -46,7 +46,7 @@ def test_a_canary_is_taken_back_for_what_chance_does_not_explain(seen: VersionCo
 
 
 def test_one_wrong_answer_is_enough():
-    assert judged(counts(), OTHERS, "'1+1' gave '3'") == "1 wrong known answers: '1+1' gave '3'"
+    assert judged(counts(), OTHERS, "'1+1' gave '3'") == "1 wrong answers: '1+1' gave '3'"
 
 
 def test_it_is_compared_with_how_the_others_do():

@@ -194,7 +194,7 @@ def test_a_bad_canary_is_taken_back(fault: str):
 
     cluster.on_sleep = serve
     reasons = {
-        "wrong": "wrong known answers",
+        "wrong": "wrong answers",
         "failed": "9 of 39",
         "lost": "9 of its replicas",
         "idle": "only 0 requests",

@@ -70,6 +70,7 @@ def test_a_budget_that_is_spent_skips_the_rest_and_says_so():
     audit = audited(checks=["purity", "finish"], budget=Budget(num_requests=30, rate=1e6))
     assert [bool(result.skipped) for result in audit.results[:3]] == [False, True, True]
     assert audited(checks=["finish"], budget=Budget(num_tokens=200, rate=1e6)).results[1].skipped
+    assert audited(checks=["finish"], budget=Budget(seconds=0.1, rate=1e6)).results[1].skipped
 
 
 def test_perplexities_are_compared_with_a_reference():
