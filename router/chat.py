@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from holdfast.router.config import LimitsConfig
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.value_types import check_names, is_whole
 
 Message: TypeAlias = Mapping[str, Any]
 """One turn of a chat: `role` and `content`, and in OpenAI's shape `tool_calls`, `tool_call_id`, `name`, `reasoning`."""
@@ -61,8 +62,7 @@ class Chat:
     def check(self, limits: LimitsConfig) -> None:
         """Raises `InvalidRequestError`, naming field and limit."""
         check_messages(self.messages)
-        if self.now_s is not None and not 0 <= self.now_s <= MAX_NOW_S:
-            raise InvalidRequestError("chat.now_s", self.now_s, f"must be in [0, {MAX_NOW_S}]")
+        self.check_now()
         if self.num_bytes > limits.max_prompt_bytes:
             limit = f"must have at most {limits.max_prompt_bytes} bytes (limits.max_prompt_bytes), not {self.num_bytes}"
             raise InvalidRequestError("chat.messages", f"{len(self.messages)} messages", limit)
@@ -70,6 +70,11 @@ class Chat:
         if self.continue_final_message and self.template_kwargs.get("add_generation_prompt"):
             limit = "must not be set with add_generation_prompt: a new message would begin"
             raise InvalidRequestError("chat.continue_final_message", True, limit)
+
+    def check_now(self) -> None:
+        """Raises `InvalidRequestError` for a time that no template can write."""
+        if self.now_s is not None and not (is_whole(self.now_s) and 0 <= self.now_s <= MAX_NOW_S):
+            raise InvalidRequestError("chat.now_s", self.now_s, f"must be a whole number in [0, {MAX_NOW_S}]")
 
     def is_short(self, most_parts: int, most_bytes: int) -> bool:
         """Whether it has at most so many values, at any depth, and bytes of text in all. Stops at the limit."""
@@ -124,6 +129,13 @@ def _num_bytes(part: object) -> int:
 _TEXT_PARTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts that are text, and the field that has it."""
 
+PART_NOTES: Final = frozenset(
+    ("annotations", "cache_control", "citations", "id", "index", "logprobs", "prompt_cache_breakpoint")
+)
+"""Fields of content parts that no answer depends on: notes of earlier answers, which clients send back, and marks of
+the prompt's cache.
+"""
+
 REASONING: Final = ("reasoning", "reasoning_content", "thinking")
 """Names under which clients send an earlier turn's reasoning, and templates read it."""
 
@@ -173,6 +185,7 @@ def _part_text(part: object, field: str) -> str:
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise InvalidRequestError(f"{field}.{_TEXT_PARTS[kind]}", text, "must be text")
+    check_names(part, ("type", _TEXT_PARTS[kind]), field, PART_NOTES)
     return text
 
 

@@ -3,16 +3,19 @@
 import re
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from holdfast.worker.config import Bytes, Settings
+from holdfast.worker.config import MAX_WHOLE, Bytes, Settings
 from holdfast.worker.sampling_params import MAX_LOGPROBS
 
 PolicyName = Literal["prefix_aware", "session_affinity", "power_of_two", "least_loaded", "round_robin", "random"]
 """The routing policies, which are in `dispatch/policy.py`."""
+
+MAX_KEEPALIVE_S: Final = 2_000_000
+"""gRPC takes milliseconds in 32 bits."""
 
 File = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
 """A file by its whole path: processes that read it may have another working directory."""
@@ -86,15 +89,22 @@ class LimitsConfig(Settings):
     )
     default_timeout_s: float = Field(600.0, gt=0, description="timeout of a request that sets none, in seconds")
     max_timeout_s: float = Field(3600.0, gt=0, description="longest timeout that a request may set, in seconds")
-    max_prompt_bytes: Bytes = Field(512 * 2**10, ge=1, description="maximum bytes of a prompt's text, in UTF-8")
+    max_prompt_bytes: Bytes = Field(
+        512 * 2**10, ge=1, le=MAX_WHOLE, description="maximum bytes of a prompt's text, in UTF-8"
+    )
     max_prompt_tokens: int = Field(
         2**20, ge=1, description="maximum token ids of a prompt, of a resume record, or of a call to Detokenize"
     )
     max_messages: int = Field(4096, ge=1, description="maximum messages of a chat, and calls in all of them")
     max_tools: int = Field(1024, ge=0, description="maximum tools of a chat")
-    max_message_bytes: Bytes = Field(8 * 2**20, ge=2**20, description="maximum bytes of a gRPC message or an HTTP body")
+    max_message_bytes: Bytes = Field(
+        8 * 2**20, ge=2**20, le=MAX_WHOLE, description="maximum bytes of a gRPC message or an HTTP body"
+    )
     max_header_bytes: Bytes = Field(
-        32 * 2**10, ge=2**12, description="maximum bytes of a request's headers or metadata, over HTTP and gRPC"
+        32 * 2**10,
+        ge=2**12,
+        le=MAX_WHOLE,
+        description="maximum bytes of a request's headers or metadata, over HTTP and gRPC",
     )
     max_connections: int = Field(4096, ge=1, description="maximum open connections of each port of a router")
     max_unauthenticated_connections: int = Field(
@@ -284,10 +294,13 @@ class RouterConfig(Settings):
         2.0, gt=0, description="longest pause between two connection attempts to a replica, in seconds"
     )
     keepalive_s: float = Field(
-        3.0, gt=0, description="gRPC keepalive: seconds of silence after which the other end is pinged"
+        3.0,
+        gt=0,
+        le=MAX_KEEPALIVE_S,
+        description="gRPC keepalive: seconds of silence after which the other end is pinged",
     )
     keepalive_timeout_s: float = Field(
-        3.0, gt=0, description="gRPC keepalive: seconds that the other end has to answer a ping"
+        3.0, gt=0, le=MAX_KEEPALIVE_S, description="gRPC keepalive: seconds that the other end has to answer a ping"
     )
     inline_tokenize_bytes: Bytes = Field(
         2**10, ge=0, description="texts up to this size are tokenized on the event loop, larger ones on a thread"

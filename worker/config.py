@@ -2,9 +2,10 @@
 
 import json
 from pathlib import PurePath
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -19,12 +20,25 @@ def parse_bytes(value: object) -> object:
     if unit not in _UNITS:
         raise ValueError(f"{value!r} is not a size; write it like 512MiB or 2GB")
     try:
-        return int(float(digits) * _UNITS[unit])
-    except ValueError:
+        return int(digits) * _UNITS[unit] if digits.isdecimal() else int(float(digits) * _UNITS[unit])
+    except (ValueError, OverflowError):
         raise ValueError(f"{value!r} is not a size; write it like 512MiB or 2GB") from None
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+MAX_WHOLE: Final = 2**31 - 1
+"""The largest whole number of a setting without a bound of its own: what every protocol and native struct carries."""
+
+MAX_BYTES: Final = 2**63 - 1
+
+MAX_FIGURE: Final = 1e9
+"""The largest of other numbers: 31 years of seconds. Beyond ten times as many no thread can wait."""
+
+MAX_RANKS: Final = 1024
+"""Ranks of a replica: more than any model has heads that they could share."""
+
+MAX_THREADS: Final = 4096
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(le=MAX_BYTES)]
 
 
 def parse_shares(value: object) -> object:
@@ -57,6 +71,25 @@ class Settings(BaseModel):
     """A group of settings: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @field_validator("*")
+    @classmethod
+    def _check_size(cls, value: object, about: ValidationInfo) -> object:
+        """Raises `ValueError` for a number that is larger than what the rest of the system carries."""
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return value
+        assert about.field_name is not None, "it is a field's validator"
+        most = MAX_WHOLE if isinstance(value, int) else MAX_FIGURE
+        if value > most and not _is_bounded(cls.model_fields[about.field_name]):
+            raise ValueError(f"must be at most {most:.0f}")
+        return value
+
+
+def _is_bounded(kind: Any) -> bool:
+    """Whether a field, or a type in it, has an upper bound."""
+    if isinstance(kind, FieldInfo):
+        return any(hasattr(one, "le") or hasattr(one, "lt") for one in kind.metadata) or _is_bounded(kind.annotation)
+    return any(_is_bounded(one) for one in get_args(kind))
 
 
 Quantization = Literal["int8", "int4", "fp8"]
@@ -101,7 +134,7 @@ class ModelConfig(Settings):
         "auto",
         description="what runs the layers; auto: the native backend where it knows the model, else the HF backend",
     )
-    seed: int = Field(0, ge=0, description="seed of dummy weights")
+    seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of dummy weights")
 
     @field_validator("executor", mode="before")
     @classmethod
@@ -132,9 +165,9 @@ class ModelConfig(Settings):
 class ParallelConfig(Settings):
     """Parallelism of one replica."""
 
-    tensor_parallel_size: int = Field(1, ge=1, description="tensor-parallel ranks of one replica")
+    tensor_parallel_size: int = Field(1, ge=1, le=MAX_RANKS, description="tensor-parallel ranks of one replica")
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of each rank; unset: cores / tensor_parallel_size"
+        None, ge=1, le=MAX_THREADS, description="CPU threads of each rank; unset: cores / tensor_parallel_size"
     )
 
 

@@ -5,15 +5,11 @@ a grammar.
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Final
 
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.value_types import STRUCTURE_FIELDS, is_flag, is_text, takes_neutral
+from holdfast.worker.value_types import STRUCTURE_FIELDS, check_names, is_flag, is_text, takes_neutral
 
 FIELD = "sampling_params.structured_outputs"
-
-_MAX_NAME: Final = 64
-"""Characters of an unknown option's name in an error."""
 
 
 @takes_neutral(STRUCTURE_FIELDS, f"{FIELD}.")
@@ -64,12 +60,8 @@ class StructuredOutputs:
         """The same, or made from a mapping of the fields."""
         if isinstance(given, StructuredOutputs):
             return given
-        unknown = set(given) - set(_KINDS) - STRUCTURE_FIELDS.keys()
-        if unknown:
-            name = min(map(str, unknown))
-            limit = f"is not known; what is: {', '.join(_KINDS)}"
-            raise InvalidRequestError(f"{FIELD}.{name[:_MAX_NAME]}", given.get(name), limit)
-        return cls(**given)  # type: ignore[arg-type]  # as much as from any caller
+        check_names(given, _KINDS, FIELD, STRUCTURE_FIELDS)
+        return cls(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
     @property
     def kind(self) -> str:

@@ -5,7 +5,7 @@ bodies of HTTP requests add to them what only bodies have.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from functools import wraps
 from numbers import Integral, Real
@@ -144,6 +144,20 @@ def check_neutral(name: str, value: object, values: tuple[object, ...], field: s
     wish = " or ".join(repr(one) for one in values if one is not None)
     limit = f"must be {wish}: what else it asks for is not supported" if wish else "is not supported"
     raise InvalidRequestError(f"{field}{name}", value, limit)
+
+
+_MAX_NAME: Final = 64
+"""Characters of an unknown field's name in an error."""
+
+
+def check_names(given: Mapping[str, object], known: Collection[str], at: str, notes: Collection[str] = ()) -> None:
+    """Raises `InvalidRequestError` for a field of the object `at` that is neither known nor one of the `notes`, which
+    change nothing. Null asks for nothing.
+    """
+    for name, value in given.items():
+        if name not in known and name not in notes and value is not None:
+            limit = f"is not known; what is: {', '.join(known)}"
+            raise InvalidRequestError(f"{at}.{str(name)[:_MAX_NAME]}", value, limit)
 
 
 def takes_neutral(table: Neutral, field: str) -> Callable[[type[Owner]], type[Owner]]:

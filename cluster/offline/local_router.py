@@ -20,7 +20,7 @@ from holdfast.router.generation import OutputDelta
 from holdfast.router.requests.request_processor import Pipeline, RequestProcessor
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.worker.config import ServiceOrderConfig
+from holdfast.worker.config import MAX_WHOLE, ServiceOrderConfig
 from holdfast.worker.errors import HoldfastError, ReplicaError, RequestAbortedError
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.replica.replica import Replica
@@ -230,7 +230,7 @@ class LocalRouter:
     async def _set_up(self, replica: Replica, limits: LimitsConfig, max_waiting: int) -> None:
         config = RouterConfig(
             max_waiting_per_replica=max_waiting,
-            retry_burst=limits.max_queued + max_waiting,  # all of them may move to other weights
+            retry_burst=min(limits.max_queued + max_waiting, MAX_WHOLE),  # all of them may move to other weights
         )
         patient = limits.model_copy(update={"default_timeout_s": math.inf})  # no other callers need the room
         pipeline = local_pipeline(config, patient)

@@ -3,17 +3,29 @@
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.value_types import Neutral, check_neutral, is_flag, is_list, is_text
+from holdfast.worker.value_types import Neutral, check_names, check_neutral, is_flag, is_list, is_text
 
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
-_WISHES: Final[Neutral] = {"defer_loading": (False,), "allowed_callers": (["direct"],), "input_examples": ([],)}
+_WISHES: Final[Neutral] = {
+    "defer_loading": (False,),
+    "allowed_callers": (["direct"],),
+    "input_examples": ([],),
+    "async": (False,),
+    "output_schema": (),
+}
 """Fields of vendors' tools that are not supported, with the values that ask for nothing."""
+
+TOOL_NOTES: Final = frozenset(("cache_control", "eager_input_streaming"))
+"""Fields of tools that no answer depends on: a mark of the prompt's cache, and when arguments are streamed."""
+
+_PARTS: Final = ("name", "parameters", "description", "strict")
+_RETURN: Final = "return"
 
 Mode: TypeAlias = Literal["none", "auto", "required", "named"]
 
@@ -30,10 +42,13 @@ class Tool:
     """Whether calls must match the schema, rather than may."""
     field: str = dataclasses.field(default="tools", compare=False)
     """Field of its request."""
+    returned: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
+    """The `return` of transformers' `get_json_schema`: the schema of the result, which templates may show."""
 
     def for_template(self) -> dict[str, Any]:
         """The tool in the form that chat templates read."""
-        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        said = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        function = said if self.returned is None else {**said, _RETURN: dict(self.returned)}
         return {"type": "function", "function": function}
 
 
@@ -102,14 +117,19 @@ def _chosen_name(value: object, field: str) -> object:
     function = value.get("function")
     if not isinstance(function, Mapping):
         raise InvalidRequestError(f"{field}.function", function, "must be an object with a name")
+    check_names(value, ("type", "function"), field)
+    check_names(function, ("name",), f"{field}.function")
     return function.get("name")
 
 
-def check_wishes(tool: Mapping[str, Any], field: str) -> None:
-    """Raises `InvalidRequestError` for what a tool asks for and does not get."""
+def check_tool_names(tool: Mapping[str, Any], known: Collection[str], field: str) -> None:
+    """Raises `InvalidRequestError` for what a tool of a vendor's API asks for and does not get: by a field that only
+    others have, or that is not known.
+    """
     for name, values in _WISHES.items():
         if tool.get(name) is not None:
             check_neutral(name, tool[name], values, f"{field}.")
+    check_names(tool, known, field, TOOL_NOTES | _WISHES.keys())
 
 
 def _from_openai(item: object, field: str) -> Tool:
@@ -120,8 +140,14 @@ def _from_openai(item: object, field: str) -> Tool:
     function = item.get("function")
     if not isinstance(function, Mapping):
         raise InvalidRequestError(f"{field}.function", function, "must be an object with a name")
-    parts = (function.get(key) for key in ("name", "parameters", "description", "strict"))
-    return checked_tool(f"{field}.function", *parts)
+    check_names(item, ("type", "function"), field, TOOL_NOTES)
+    check_names(function, (*_PARTS, _RETURN), f"{field}.function", TOOL_NOTES)
+    tool = checked_tool(f"{field}.function", *map(function.get, _PARTS))
+    if (returned := function.get(_RETURN)) is None:
+        return tool
+    if not isinstance(returned, Mapping):
+        raise InvalidRequestError(f"{field}.function.{_RETURN}", returned, "must be a JSON schema")
+    return dataclasses.replace(tool, returned=returned)
 
 
 def _checked_schema(field: str, schema: object) -> Mapping[str, Any]:

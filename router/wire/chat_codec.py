@@ -12,6 +12,7 @@ from holdfast.router.generation import ChatOutput, ToolCall
 from holdfast.router.wire.json_bounds import check_inner
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.value_types import check_names
 
 _MODES: Final = {
     "auto": inference_pb2.TOOL_CHOICE_MODE_AUTO,
@@ -127,6 +128,7 @@ def _tool_message(field: str, tool: object) -> inference_pb2.Tool:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping):
         raise InvalidRequestError(field, tool, "must be an object with a function")
+    check_names(function, ("name", "description", "parameters", "strict"), f"{field}.function")
     return inference_pb2.Tool(
         name=_text(f"{field}.function.name", function.get("name")),
         description=_text(f"{field}.function.description", function.get("description") or ""),

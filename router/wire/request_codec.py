@@ -153,6 +153,7 @@ def _chat(message: inference_pb2.Chat) -> Chat:
 
 def _chat_message(chat: Chat) -> inference_pb2.Chat:
     check_messages(chat.messages)
+    chat.check_now()
     turns = [turn_message(f"chat.messages[{index}]", item) for index, item in enumerate(chat.messages)]
     try:
         template_kwargs = json.dumps(dict(chat.template_kwargs)) if chat.template_kwargs else ""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from holdfast.worker.executors.slices import largest_share, told_of_uneven
 from holdfast.worker.model_info import ModelInfo, Window, most_tokens
 from holdfast.worker.models.backend import Backend, BlockCache, LoadedBackend, load_backend
 from holdfast.worker.models.checkpoint_scheme import quantization_of
-from holdfast.worker.models.checks import check_kv_cache_dtype, check_own_dtype
+from holdfast.worker.models.checks import check_heads, check_kv_cache_dtype, check_own_dtype
 from holdfast.worker.models.coded_bytes import memory_of_weights
 from holdfast.worker.models.draft_model import DraftModel
 from holdfast.worker.models.gguf.folder import source_of
@@ -62,6 +63,15 @@ class LoadedModel:
     info: ModelInfo
     draft: DraftModel | NextTokenLayer | None
     """On the leading rank of a replica that has one."""
+
+
+def check_ranks(config: WorkerConfig) -> None:
+    """Raises `UnsupportedModelError` for more ranks than can share the model's heads: before any of them is started."""
+    folder = model_folder(config.model, with_weights=False)
+    found = served_config(read_json(folder / "config.json"), folder)
+    if isinstance(found.get("num_attention_heads"), int):
+        named = SimpleNamespace(**{"model_type": "?", **found})
+        check_heads(named, config.parallel.tensor_parallel_size, may_be_uneven=True)  # loading sees the rest
 
 
 def load_model(

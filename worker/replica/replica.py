@@ -321,6 +321,9 @@ def _gather_ranks(
 
     if config.parallel.tensor_parallel_size == 1:
         return SingleRank(), None
+    from holdfast.worker.models.loading import check_ranks
+
+    check_ranks(config)
     host = launcher.meeting_host
     if host == LOOPBACK:
         check_loopback(host)

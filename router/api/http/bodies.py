@@ -1,12 +1,13 @@
 """Request bodies of the OpenAI-style endpoints, as pydantic models: types, defaults, and fields that are refused.
 
-A field that is not known is accepted, and logged once; one that is known and would be silently ignored is refused by
-name if it asks for something.
+A field of a body that is not known is accepted, and logged once; one that is known and would be silently ignored is
+refused by name if it asks for something, and so is a field that is not known in an object.
 """
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from contextlib import nullcontext
+from functools import cache
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PrivateAttr, ValidationError
@@ -21,7 +22,7 @@ from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
 from holdfast.worker.process_memory import uncollected
 from holdfast.worker.sampling_params import PARAMETERS
-from holdfast.worker.value_types import SAMPLING_FIELDS, Neutral, check_neutral
+from holdfast.worker.value_types import SAMPLING_FIELDS, Neutral, check_names, check_neutral
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class StreamOptions(BaseModel):
 class ResponseFormat(BaseModel):
     """The shape of the output."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")  # keeping thousands of others would hold Python's lock
+    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: dict[str, Any] | None = None
@@ -105,6 +106,14 @@ class Reads(BaseModel):
     """Fields that are not supported, with the values that ask for nothing. None always asks for nothing. A name with a
     dot is that of a field in an object.
     """
+
+    objects: ClassVar[Mapping[str, Collection[str]]] = {
+        "stream_options": ("include_usage", "continuous_usage_stats"),
+        "response_format": ("type", "json_schema"),
+        "response_format.json_schema": ("name", "description", "strict", "schema"),
+        "prompt_cache_options": ("mode", "ttl", "prewarm", "comparison_response_id"),
+    }
+    """Names of fields in objects, by the object's path: with those of `neutral` all that are known."""
 
     passed_on: ClassVar[Container[str]] = ()
     """Fields that are not declared, and are read by the body that is made of this one."""
@@ -179,9 +188,9 @@ class Reads(BaseModel):
         """Raises `InvalidRequestError` for a field that means nothing beside the others."""
 
     def _check_extra(self) -> None:
-        for name, values in self.neutral.items():
-            if "." in name and (value := self._inside(name)) is not None:
-                check_neutral(name, value, values)
+        for own in self.model_fields_set:
+            if own in self.objects:
+                self._check_inside(own)
         for name, value in (self.model_extra or {}).items():
             if name in self.neutral:
                 if value is not None:
@@ -190,12 +199,32 @@ class Reads(BaseModel):
                 _logged.add(name)
                 logger.warning("a request has a field that is not known here, %r: it is ignored", loggable(name))
 
-    def _inside(self, dotted: str) -> Any:
-        """The value of a field in an object; None where there is none."""
-        own, _, name = dotted.partition(".")
-        value = getattr(self, own, None)
-        fields = value.model_extra if isinstance(value, BaseModel) else value
-        return fields.get(name) if isinstance(fields, Mapping) else None
+    def _check_inside(self, own: str) -> None:
+        """Raises `InvalidRequestError` for a field in an object that is not known, or asks for what is not here."""
+        for path, known in self.objects.items():
+            if path == own or path.startswith(f"{own}."):
+                fields, wishes = self._object(path), self._wishes(path)
+                for name in wishes.keys() & fields.keys():
+                    if fields[name] is not None:
+                        check_neutral(f"{path}.{name}", fields[name], wishes[name])
+                check_names(fields, known, path, wishes)
+
+    @classmethod
+    @cache
+    def _wishes(cls, path: str) -> Neutral:
+        """The part of `neutral` that is of an object's fields, by their names in it."""
+        places = ((name.rpartition("."), values) for name, values in cls.neutral.items())
+        return {name: values for (own, _, name), values in places if own == path}
+
+    def _object(self, path: str) -> Mapping[str, Any]:
+        """The fields of an object; none where there is none. Those that a model declares are known."""
+        own, _, inner = path.partition(".")
+        value = getattr(self, own)
+        if inner:
+            value = getattr(value, inner) if isinstance(value, BaseModel) else (value or {}).get(inner)
+        elif isinstance(value, BaseModel):
+            value = value.model_extra
+        return value if isinstance(value, Mapping) else {}
 
     @classmethod
     def knows(cls, name: str) -> bool:

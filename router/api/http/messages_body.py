@@ -1,15 +1,15 @@
 """Body of `/v1/messages`: Anthropic's conversations, tools and thinking, as the same chat in OpenAI's words."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
 from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Notes, Reads
-from holdfast.router.chat import CacheMark, content_text
-from holdfast.router.tools.tools import check_wishes
+from holdfast.router.chat import PART_NOTES, CacheMark, content_text
+from holdfast.router.tools.tools import check_tool_names
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.value_types import Neutral, is_whole
+from holdfast.worker.value_types import Neutral, check_names, is_whole
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -19,6 +19,19 @@ MAX_MARKS: Final = 4
 
 TTLS: Final[Mapping[str, int]] = {"5m": 300, "1h": 3600}
 """Seconds that a mark asks for."""
+
+
+_MARK: Final = ("type", "ttl", "scope")
+"""Fields of a mark. `scope` is a wish about whom a vendor shares its cache with; a tenant here has its own."""
+
+_BLOCKS: Final[Mapping[object, Collection[str]]] = {
+    "text": ("text",),
+    "thinking": ("thinking", "signature"),
+    "redacted_thinking": ("data",),
+    "tool_use": ("id", "name", "input", "caller", "toolset_name"),
+    "tool_result": ("tool_use_id", "content", "is_error", "toolset_name"),
+}
+"""Fields of blocks by their type, beside it and `PART_NOTES`. Callers and toolsets are vendors' notes."""
 
 
 class MessagesBody(Reads, Notes):
@@ -33,6 +46,16 @@ class MessagesBody(Reads, Notes):
         "inference_geo": ("global",),
         "speed": ("standard",),
         "thinking.display": ("summarized",),
+    }
+
+    objects: ClassVar[Mapping[str, Collection[str]]] = {
+        **Reads.objects,
+        "cache_control": _MARK,
+        "thinking": ("type", "budget_tokens"),
+        "output_config": ("format", "effort"),
+        "output_config.format": ("type", "schema"),
+        "output_format": ("type", "schema"),
+        "tool_choice": ("type", "name", "disable_parallel_tool_use"),
     }
 
     passed_on: ClassVar[Container[str]] = frozenset(ChatBody.model_fields)
@@ -104,7 +127,7 @@ def chat_body(body: MessagesBody) -> ChatBody:
         own["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
     if body.tool_choice is not None:
         own["tool_choice"] = _choice(body.tool_choice)
-        own["parallel_tool_calls"] = body.tool_choice.get("disable_parallel_tool_use") is not True
+        own["parallel_tool_calls"] = not _flag(body.tool_choice, "disable_parallel_tool_use", "tool_choice")
     if body.thinking is not None:
         thinks = _thinks(body.thinking)
         own["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
@@ -173,6 +196,7 @@ def _ttl_of(block: MessagesBody | Mapping[str, Any], field: str) -> int | None:
         raise InvalidRequestError(field, mark, "must be an object")
     if mark.get("type") != "ephemeral":
         raise InvalidRequestError(f"{field}.type", mark.get("type"), "must be ephemeral")
+    check_names(mark, _MARK, field)
     ttl = mark.get("ttl") or "5m"
     if not isinstance(ttl, str) or ttl not in TTLS:
         raise InvalidRequestError(f"{field}.ttl", ttl, f"must be {' or '.join(TTLS)}")
@@ -225,7 +249,7 @@ def _thinks(thinking: Mapping[str, Any]) -> bool:
 def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
         raise InvalidRequestError(f"{field}.type", tool["type"], "must be custom: this server runs no tools itself")
-    check_wishes(tool, field)
+    check_tool_names(tool, ("type", "name", "description", "strict", "input_schema"), field)
     function = {name: tool.get(name) for name in ("name", "description", "strict")}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
 
@@ -245,6 +269,7 @@ def _messages(body: MessagesBody) -> Iterator[Mapping[str, Any]]:
         yield {"role": "system", "content": content_text(body.system, "system")}
     for index, message in enumerate(body.messages):
         content, field = message.get("content"), f"messages[{index}].content"
+        check_names(message, ("role", "content"), f"messages[{index}]")
         role = message.get("role")
         if role not in ("user", "assistant", "system"):
             raise InvalidRequestError(f"messages[{index}].role", role, "must be user or assistant")
@@ -269,7 +294,7 @@ def _said(content: Sequence[object], field: str) -> Mapping[str, Any]:
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, Mapping) else None
+        kind = _kind_of(block, f"{field}[{index}]")
         if isinstance(block, Mapping) and kind == "tool_use":
             calls.append(_call(block, f"{field}[{index}]"))
         elif isinstance(block, Mapping) and kind == "thinking":
@@ -280,6 +305,16 @@ def _said(content: Sequence[object], field: str) -> Mapping[str, Any]:
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _kind_of(block: object, field: str) -> object:
+    """Type of a block, whose fields are all known. Raises `InvalidRequestError`."""
+    if not isinstance(block, Mapping):
+        return None
+    kind = block.get("type")
+    if isinstance(kind, str) and kind in _BLOCKS:
+        check_names(block, ("type", *_BLOCKS[kind]), field, PART_NOTES)
+    return kind
 
 
 def _call(block: Mapping[str, Any], field: str) -> dict[str, Any]:
@@ -295,7 +330,7 @@ def _asked(role: str, content: Sequence[object], field: str) -> Iterator[Mapping
     """A turn of the user: results of calls, and what they say besides."""
     texts: list[str] = []
     for index, block in enumerate(content):
-        if isinstance(block, Mapping) and block.get("type") == "tool_result":
+        if isinstance(block, Mapping) and _kind_of(block, f"{field}[{index}]") == "tool_result":
             yield _result(block, f"{field}[{index}]")
         else:
             texts.append(_block_text(block, f"{field}[{index}]"))
@@ -306,20 +341,28 @@ def _asked(role: str, content: Sequence[object], field: str) -> Iterator[Mapping
 def _result(block: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     """A result that is an error and says nothing says that."""
     result, call_id = block.get("content"), block.get("tool_use_id")
+    is_error = _flag(block, "is_error", field)
     if not isinstance(call_id, str):
         raise InvalidRequestError(f"{field}.tool_use_id", call_id, "must be text")
     if isinstance(result, list):
         text = "".join(_block_text(one, f"{field}.content[{index}]") for index, one in enumerate(result))
     else:
         text = content_text(result, f"{field}.content")
-    if not text and block.get("is_error") is True:
+    if not text and is_error:
         text = "error"
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
+def _flag(given: Mapping[str, Any], name: str, field: str) -> bool:
+    value = given.get(name)
+    if not isinstance(value, bool | None):
+        raise InvalidRequestError(f"{field}.{name}", value, "must be true or false")
+    return bool(value)
+
+
 def _block_text(block: object, field: str) -> str:
     """Text of a text block. Raises `InvalidRequestError`, naming the type, for any other block, such as an image."""
-    kind = block.get("type") if isinstance(block, Mapping) else block
+    kind = _kind_of(block, field) if isinstance(block, Mapping) else block
     text = block.get("text") if isinstance(block, Mapping) else None
     if kind != "text":
         raise InvalidRequestError(f"{field}.type", kind, "must be text: this model takes no other kind of input")

@@ -1,20 +1,31 @@
 """Body of `/v1/responses`: OpenAI's newer conversations and tools, as the same chat in the older words."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
 from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Notes, Reads, StreamOptions
 from holdfast.router.api.http.stored_objects import check_metadata
-from holdfast.router.chat import call_arguments, checked_role, content_text
-from holdfast.router.tools.tools import check_wishes
+from holdfast.router.chat import PART_NOTES, call_arguments, checked_role, content_text
+from holdfast.router.tools.tools import check_tool_names
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.value_types import Neutral
+from holdfast.worker.value_types import Neutral, check_names
 
 _OF_SCHEMA: Final = ("schema", "name", "description", "strict")
 
 LOGPROBS: Final = "message.output_text.logprobs"
+_ITEM_NOTES: Final = frozenset(("id", "status", "phase", "caller", "namespace", "async", "created_by"))
+"""Fields of items that no answer depends on: vendors' notes about earlier answers, which clients send back."""
+
+_ITEMS: Final[Mapping[object, Collection[str]]] = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "name", "output"),
+    "reasoning": ("summary", "content", "encrypted_content"),
+}
+"""Fields of items by their type, beside it and the notes."""
+
 NOTHING: Final = "reasoning.encrypted_content"
 """Accepted value of `include` without effect: no content is kept from a client."""
 
@@ -36,6 +47,14 @@ class ResponsesBody(Reads, Notes):
         "reasoning.generate_summary": ("auto",),
         "reasoning.context": ("auto",),
         "reasoning.mode": ("standard",),
+    }
+
+    objects: ClassVar[Mapping[str, Collection[str]]] = {
+        **Reads.objects,
+        "image": ("context_compression",),
+        "reasoning": ("effort",),
+        "stream_options": (),
+        "text": ("format", "verbosity"),
     }
 
     passed_on: ClassVar[Container[str]] = frozenset(ChatBody.model_fields)
@@ -137,13 +156,14 @@ def chat_body(body: ResponsesBody, earlier: Sequence[dict[str, Any]] = ()) -> Ch
 def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise InvalidRequestError(f"{field}.type", tool.get("type"), "must be function: this server has no other tools")
-    check_wishes(tool, field)
     parts = ("name", "parameters", "description", "strict")
+    check_tool_names(tool, ("type", *parts), field)
     return {"type": "function", "function": {name: tool.get(name) for name in parts}}
 
 
 def _choice(choice: object) -> object:
     if isinstance(choice, Mapping) and choice.get("type") == "function":
+        check_names(choice, ("type", "name"), "tool_choice")
         return {"type": "function", "function": {"name": choice.get("name")}}
     if isinstance(choice, Mapping):
         raise InvalidRequestError("tool_choice.type", choice.get("type"), "must be function")
@@ -158,6 +178,8 @@ def _messages(body: ResponsesBody, earlier: Sequence[dict[str, Any]]) -> Iterato
     for index, item in enumerate((*earlier, *given), -len(earlier)):
         kind = item.get("type", "message")
         field = f"input[{index}]" if index >= 0 else f"{_place_of_earlier(body)}: item {index} before the input"
+        if isinstance(kind, str) and kind in _ITEMS:
+            check_names(item, ("type", *_ITEMS[kind]), field, _ITEM_NOTES)
         if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
             if "tool_calls" in turn and kind != "function_call":  # what comes after calls is another turn
                 yield turn
@@ -197,6 +219,9 @@ def _thoughts(item: Mapping[str, Any], field: str) -> str:
     parts = item.get("content") or []
     if not isinstance(parts, list):
         raise InvalidRequestError(f"{field}.content", parts, "must be a list of reasoning texts")
+    for index, part in enumerate(parts):
+        if isinstance(part, Mapping):
+            check_names(part, ("type", "text"), f"{field}.content[{index}]", PART_NOTES)
     return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
 
 
@@ -224,6 +249,8 @@ def _call_id(item: Mapping[str, Any], field: str) -> str | None:
 def _format(body: ResponsesBody) -> dict[str, Any] | None:
     asked = (body.text or {}).get("format") or {"type": "text"}
     kind = asked.get("type") if isinstance(asked, Mapping) else None
+    if isinstance(asked, Mapping) and kind in ("text", "json_object", "json_schema"):
+        check_names(asked, ("type", *(_OF_SCHEMA if kind == "json_schema" else ())), "text.format")
     if kind in ("text", "json_object"):
         return {"type": kind}
     if kind == "json_schema" and isinstance(asked.get("schema"), Mapping):

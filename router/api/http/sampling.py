@@ -100,6 +100,9 @@ def structure_of(body: Body) -> StructuredOutputs | None:
 
 def _format(body: Body) -> StructuredOutputs | None:
     asked = body.response_format
+    if asked is not None and asked.type != "json_schema" and asked.json_schema is not None:
+        limit = "must come with type = json_schema"
+        raise InvalidRequestError("response_format.json_schema", asked.json_schema, limit)
     if asked is None or asked.type == "text":
         return None
     if asked.type == "json_object":

@@ -24,7 +24,7 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import ModelStatus
 from holdfast.router.metrics.exposition import ConnectionCounts, exposed, router_samples, store_samples
 from holdfast.router.overload.overload import Overload
-from holdfast.router.request import GenerationRequest
+from holdfast.router.request import GenerationRequest, naming
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import InvalidRequestError, ReplicaError
@@ -172,9 +172,10 @@ class TokenEndpoints:
             )
         else:
             assert body.prompt is not None, "one of the two is there"
-            token_ids = await self._requests.tokenize(
-                model.name, body.prompt, add_special_tokens=body.add_special_tokens is not False
-            )
+            with naming(body.names):
+                token_ids = await self._requests.tokenize(
+                    model.name, body.prompt, add_special_tokens=body.add_special_tokens is not False
+                )
         tokens = self._requests.tokenizer(model.name).tokens
         answer = {
             "tokens": token_ids,
@@ -186,7 +187,9 @@ class TokenEndpoints:
 
     async def detokenize(self, request: Request) -> ASGIApp:
         body, _ = await self._reader.decoded(await self._reader.content(request), DetokenizeBody, _same)
-        return json_response({"prompt": await self._requests.detokenize(body.model or "", body.tokens)})
+        with naming(body.names):
+            text = await self._requests.detokenize(body.model or "", body.tokens)
+        return json_response({"prompt": text})
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         tenant, content = tenant_of(request), await self._reader.content(request)

@@ -1,10 +1,13 @@
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig, load_config
 from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.cluster.config.sources import keyword_layer, leaves
+from holdfast.worker.config import MAX_BYTES, MAX_WHOLE
 from holdfast.worker.errors import ConfigurationError
 
 
@@ -264,3 +267,34 @@ def test_more_replicas_than_scaling_allows_are_refused():
         ValueError, match=r"cluster.replicas = 3 of model 'demo' must be at most scaling.max_replicas = 2"
     ):
         HoldfastConfig.model_validate(tree)
+
+
+WHOLE = (-(2**63) - 1, -(2**63), -(2**31) - 1, -1, 0, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64)
+LARGE = (*map(str, WHOLE), "1e400", "inf", "nan", "9" * 5000)
+
+
+def is_numeric(kind: object) -> bool:
+    return kind in (int, float) or any(map(is_numeric, get_args(kind)))
+
+
+NUMBERS = [path for path, field in leaves(HoldfastConfig) if is_numeric(field.annotation)]
+SIZES = re.compile(r".*(bytes|memory)|router.gzip_above|model.seed")
+"""Numbers that may be larger than a 32-bit integer."""
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+def test_a_number_of_any_size_is_kept_exactly_or_refused_by_name(path: str):
+    for text in LARGE:
+        problem = ""
+        try:
+            value = load(flag(path, text)).config
+        except ConfigurationError as error:
+            problem = str(error)
+        if problem:
+            assert {path.partition(".")[0], path.rpartition(".")[2]} <= set(re.findall(r"\w+", problem)), text
+            assert text[:20] in problem
+            continue
+        for name in path.split("."):
+            value = getattr(value, name)
+        assert value in (float(text), int(text)), "it was rounded"
+        assert value <= (MAX_BYTES if SIZES.fullmatch(path) else MAX_WHOLE)

@@ -22,10 +22,13 @@ from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.llm import LLM
 from holdfast.cluster.offline.outputs import BeamSearchParams
 from holdfast.worker.errors import CallerError, CapacityError, DeadlineExceededError, InvalidRequestError
+from holdfast.worker.parameters import BIASES, TOKEN_IDS
+from holdfast.worker.parameters import WHOLE as WHOLE_NUMBER
 from holdfast.worker.request import Priority
-from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
 from tests.examples import examples
+from tests.router.api.test_whole_numbers import WHOLE
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 HALF = "a\ud800"
@@ -334,3 +337,18 @@ def test_text_with_a_token_that_the_model_has_no_embedding_for_is_refused(with_a
         assert len(plain) == 2
         banned = SamplingParams(temperature=0.0, max_tokens=2, min_tokens=2, bad_words=["<|two|>"], stop=["<|one|>"])
         assert len(llm.generate("hello", banned, use_tqdm=False)[0].outputs[0].token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, one in PARAMETERS.items() if one.kind in (WHOLE_NUMBER, TOKEN_IDS, BIASES)]
+)
+def test_a_whole_number_of_any_size_works_or_is_refused_by_name(engine, name: str):
+    for value in WHOLE:
+        given = {TOKEN_IDS: [value], BIASES: {value: 1.0}}.get(PARAMETERS[name].kind, value)
+        asked = {"max_tokens": 2, "stop": ["a", "e"], "seed": 1, "logprobs": 1 if name == "logprob_token_ids" else None}
+        problem = ""
+        try:
+            engine.submit_request("hi", SamplingParams(**{**asked, name: given})).result(60)
+        except InvalidRequestError as error:
+            problem = str(error)
+        assert not problem or name in problem, (value, problem)

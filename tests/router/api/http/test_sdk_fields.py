@@ -127,6 +127,7 @@ WRONG: Final[Mapping[str, tuple[Any, ...]]] = {
     "thinking.type": (*NO_TEXT, "banana"),
     "thinking.budget_tokens": (*NO_WHOLE, 0, -5),
     "thinking.display": (*NO_TEXT, "banana"),
+    "messages.tool_choice.disable_parallel_tool_use": NO_FLAG,
     "stream_options.include_usage": NO_FLAG,
     "stream_options.include_obfuscation": NO_FLAG,
 }
@@ -169,7 +170,8 @@ def request_of(api_name: str, name: str, value: Any) -> tuple[str, dict[str, Any
     own, _, inner = name.partition(".")
     body = {"model": "fake", **base, **(of(BESIDE, model, own) or {})}
     if own == "tools[0]":
-        tool = {**FUNCTION, "input_schema": {}, "type": "function" if api_name == "responses" else "custom"}
+        kind = {"type": "function", **FUNCTION}
+        tool = kind if api_name == "responses" else {"type": "custom", "name": "look", "input_schema": {}}
         return path, {**body, "tools": [{**tool, inner: value}]}
     if own == "thinking" and inner:
         return path, {**body, own: {"type": "enabled", inner: value}}
@@ -180,7 +182,7 @@ def cases(table: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Of each API that has the field: its name, the field and its value. A name may begin with an API's."""
     for key, value in table.items():
         first, _, rest = key.partition(".")
-        is_of_one = first in TYPES and rest in fields(first)
+        is_of_one = first in TYPES and rest.partition(".")[0] in fields(first)
         for api_name in [first] if is_of_one else TYPES:
             name = rest if is_of_one else key
             has_it = name.partition(".")[0].removesuffix("[0]") in fields(api_name)
