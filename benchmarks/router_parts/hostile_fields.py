@@ -11,7 +11,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 
 from holdfast.foreign import external_processor_pb2, grpc_service_pb2, health_pb2, vllm_engine_pb2
 from holdfast.router.api.http.admin import AdminEndpoints
-from holdfast.router.api.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Reads, TokenizeBody
+from holdfast.router.api.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from holdfast.router.api.http.json_body import Reads
 from holdfast.router.api.http.messages_body import CountBody, MessagesBody
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.v1 import admin_pb2, inference_pb2

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from holdfast.router.api.http.answering import Endpoint, json_response
-from holdfast.router.api.http.bodies import Reads
+from holdfast.router.api.http.json_body import Reads
 from holdfast.router.api.http.request_origin import JSON, host_name, is_loopback
 from holdfast.router.api.operators import Operators
 from holdfast.router.wire.json_bounds import JsonBounds

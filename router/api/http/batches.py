@@ -13,9 +13,9 @@ from starlette.types import ASGIApp
 
 from holdfast.router.api.http.answering import Endpoint, json_response
 from holdfast.router.api.http.batch_lines import BatchLines
-from holdfast.router.api.http.bodies import Reads
 from holdfast.router.api.http.conversations import StoredBody
 from holdfast.router.api.http.files import checked_expiry, lines_of
+from holdfast.router.api.http.json_body import Reads
 from holdfast.router.api.http.request_origin import check_json
 from holdfast.router.api.http.request_reader import RequestReader
 from holdfast.router.api.http.response_history import ResponseHistory

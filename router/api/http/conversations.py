@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from holdfast.router.api.http.answering import Endpoint, json_response
-from holdfast.router.api.http.bodies import Listed, Reads
+from holdfast.router.api.http.json_body import Listed, Reads
 from holdfast.router.api.http.request_reader import RequestReader
 from holdfast.router.api.http.response_history import ResponseHistory, as_items
 from holdfast.router.api.http.responses_body import ResponsesBody, chat_body

@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
-from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Notes, Reads
+from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Notes
+from holdfast.router.api.http.json_body import Listed, Reads
 from holdfast.router.chat import PART_NOTES, CacheMark, content_text
 from holdfast.router.tools.tools import check_tool_names
 from holdfast.worker.errors import InvalidRequestError

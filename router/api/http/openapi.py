@@ -11,9 +11,10 @@ from pydantic.json_schema import models_json_schema
 
 from holdfast.router.api.http.admin import AdminEndpoints
 from holdfast.router.api.http.batches import BatchEndpoints
-from holdfast.router.api.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, Reads, TokenizeBody
+from holdfast.router.api.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from holdfast.router.api.http.conversations import ConversationEndpoints
 from holdfast.router.api.http.files import MULTIPART, PURPOSES
+from holdfast.router.api.http.json_body import Reads
 from holdfast.router.api.http.messages_body import CountBody, MessagesBody
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.router.api.http.stored_chats import StoredChats

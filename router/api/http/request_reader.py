@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from holdfast.router.api.chat_answer import ChatPlan
-from holdfast.router.api.http.bodies import Reads
 from holdfast.router.api.http.body_bounds import body_bounds
+from holdfast.router.api.http.json_body import Reads
 from holdfast.router.api.http.request_origin import JSON, check_json
 from holdfast.router.api.http.submission import SUBMISSION, Submission, note_reading
 from holdfast.router.api.intake import DecodeWorker, arriving

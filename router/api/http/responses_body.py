@@ -5,7 +5,8 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
-from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Listed, Notes, Reads, StreamOptions
+from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Notes, StreamOptions
+from holdfast.router.api.http.json_body import Listed, Reads
 from holdfast.router.api.http.stored_objects import check_metadata
 from holdfast.router.chat import PART_NOTES, call_arguments, checked_role, content_text
 from holdfast.router.tools.tools import check_tool_names

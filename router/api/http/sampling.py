@@ -6,7 +6,8 @@ Null means the default everywhere.
 from collections.abc import Mapping
 from typing import Any, Final
 
-from holdfast.router.api.http.bodies import Body, ChatBody, CompletionBody, Reads
+from holdfast.router.api.http.bodies import Body, ChatBody, CompletionBody
+from holdfast.router.api.http.json_body import Reads
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import by_token_id
 from holdfast.worker.request import Priority

@@ -8,9 +8,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from holdfast.router.api.http.answering import Endpoint, json_response
-from holdfast.router.api.http.bodies import ChatBody, Reads
+from holdfast.router.api.http.bodies import ChatBody
 from holdfast.router.api.http.chat_completions import ChatChunks, ChatView, whole_chat
 from holdfast.router.api.http.conversations import MetadataBody
+from holdfast.router.api.http.json_body import Reads
 from holdfast.router.api.http.request_reader import RequestReader
 from holdfast.router.api.http.response_history import ResponseHistory
 from holdfast.router.api.http.stored_objects import id_of, listing, page_asked, page_of

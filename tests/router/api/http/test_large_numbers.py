@@ -5,7 +5,8 @@ from typing import Any, get_args
 
 import pytest
 
-from holdfast.router.api.http.bodies import ChatBody, CompletionBody, DetokenizeBody, Reads
+from holdfast.router.api.http.bodies import ChatBody, CompletionBody, DetokenizeBody
+from holdfast.router.api.http.json_body import Reads
 from holdfast.router.api.http.messages_body import MessagesBody
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.worker.sampling_params import PARAMETERS
