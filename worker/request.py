@@ -197,8 +197,6 @@ class EngineRequest(Service):
     @property
     def kept_prefixes(self) -> tuple[KeptPrefix, ...]:
         """Prefixes of the prompt that are to stay in the cache, the shortest first."""
-        if not self.cache_ttl_s and not self.cache_marks:
-            return ()
         length = len(self.prompt_token_ids)
         asked = [*self.cache_marks, KeptPrefix(self.cache_prefix_tokens or length, self.cache_ttl_s)]
         return tuple(sorted(KeptPrefix(min(num_tokens, length), ttl_s) for num_tokens, ttl_s in asked if ttl_s))

@@ -357,3 +357,14 @@ class StepRunner(Protocol):
         """Called while there is nothing to do, so that followers see a living leader."""
 
     def close(self) -> None: ...
+
+
+def confirmed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, ...]:
+    """The sampled tokens that follow accepted drafts.
+
+    Draw i is made from the i-th of the last `len(drawn)` rows. The first of these rows is a token of the sequence, the
+    others are drafts: draw i is what the model says only if draft i equals draw i - 1, and so on back to the first.
+    """
+    drafts = token_ids[len(token_ids) - len(drawn) + 1 :]
+    num_right = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
+    return drawn[: num_right + 1]

@@ -5,8 +5,12 @@ request has a handful of entries, whatever the length of its output.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from operator import attrgetter
+from typing import Final
 
 from holdfast.router.generation import RequestFigures
+
+_sent_s: Final = attrgetter("sent_s")
 
 
 class Cause(StrEnum):
@@ -77,17 +81,22 @@ class Timeline:
 
     def figures(self, ended_s: float) -> RequestFigures:
         """Figures of a request that has ended, for its client."""
-        phases = self.phases(ended_s)
-        firsts = (one.first_output_s for one in self.attempts if one.first_output_s is not None)
+        phases, first_token_s = self.phases(ended_s), ended_s
+        num_draft_tokens = num_accepted_tokens = 0
+        for one in self.attempts:
+            if one.first_output_s is not None:
+                first_token_s = min(first_token_s, one.first_output_s)
+            num_draft_tokens += one.num_draft_tokens
+            num_accepted_tokens += one.num_accepted_tokens
         return RequestFigures(
             queue_s=phases.queue_s + phases.replica_queue_s,
             prompt_s=phases.prefill_s,
-            first_token_s=next(firsts, ended_s) - self.opened_s,
+            first_token_s=first_token_s - self.opened_s,
             decode_s=phases.decode_s,
             total_s=ended_s - self.opened_s,
             num_disk_tokens=self.num_disk_tokens,
-            num_draft_tokens=sum(one.num_draft_tokens for one in self.attempts),
-            num_accepted_tokens=sum(one.num_accepted_tokens for one in self.attempts),
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=num_accepted_tokens,
             num_attempts=len(self.attempts),
         )
 
@@ -96,16 +105,17 @@ class Timeline:
         if not self.attempts:
             return Phases(queue_s=ended_s - self.opened_s)
         first, queue_s = self.attempts[0], self.attempts[0].sent_s - self.opened_s
-        decode_s = sum(_decoded_s(one, ended_s) for one in self.attempts)
-        replica_queue_s = prefill_s = 0.0
+        decode_s = suspended_s = replica_queue_s = prefill_s = 0.0
+        for one, again_s in zip(self.attempts, [*map(_sent_s, self.attempts[1:]), ended_s], strict=True):
+            if one.first_output_s is not None:
+                decode_s += (ended_s if one.ended_s is None else one.ended_s) - one.first_output_s
+            if one.cause is Cause.UNREAD:
+                suspended_s += again_s - (one.ended_s or 0.0)
         if first.first_output_s is not None:
             replica_queue_s = min(first.queued_s, first.first_output_s - first.sent_s)
             prefill_s = first.first_output_s - first.sent_s - replica_queue_s
         elif len(self.attempts) == 1 and first.ended_s is None:
             prefill_s = ended_s - first.sent_s
-        sent_again = [*(one.sent_s for one in self.attempts[1:]), ended_s]
-        suspended = zip(self.attempts, sent_again, strict=True)
-        suspended_s = sum(again_s - (one.ended_s or 0.0) for one, again_s in suspended if one.cause is Cause.UNREAD)
         known_s = queue_s + replica_queue_s + prefill_s + decode_s + suspended_s
         return Phases(
             queue_s=queue_s,
@@ -120,9 +130,3 @@ class Timeline:
 def longest(timelines: Iterable[Timeline]) -> Timeline | None:
     """The timeline with the most attempts among a request's siblings; None if there are none."""
     return max(timelines, key=lambda one: len(one.attempts), default=None)
-
-
-def _decoded_s(attempt: AttemptTimes, ended_s: float) -> float:
-    if attempt.first_output_s is None:
-        return 0.0
-    return (ended_s if attempt.ended_s is None else attempt.ended_s) - attempt.first_output_s

@@ -163,7 +163,7 @@ class TokenizerRegistry:
         name, facts, params = model.name, model.facts, request.sampling_params
         if ALL_LOGPROBS in (params.logprobs, params.prompt_logprobs):
             params = with_counted_logprobs(params, facts.vocab_size, limits.max_logprobs)
-        text = await self._prompt_text(request, model, limits)
+        text = request.prompt if request.chat is None else await self._chat_text(request.chat, name, limits)
         token_ids = await self._prompt_token_ids(request, text, model)
         cache_marks: tuple[KeptPrefix, ...] = ()
         if request.chat is not None and request.chat.marks and isinstance(text, str):
@@ -206,13 +206,9 @@ class TokenizerRegistry:
         kept = [(num_tokens if at is None else min(counts[at], num_tokens), mark.ttl_s) for mark, at in marks]
         return tuple([KeptPrefix(count, ttl_s) for count, ttl_s in kept if count])
 
-    async def _prompt_text(
-        self, request: GenerationRequest, model: ModelStatus, limits: LimitsConfig
-    ) -> str | tuple[int, ...]:
-        """The prompt as it was given, or that of a chat as its template writes it."""
-        if request.chat is None:
-            return request.prompt
-        text = await self.render(model.name, request.chat)
+    async def _chat_text(self, chat: Chat, model: str, limits: LimitsConfig) -> str:
+        """The prompt of a chat as its template writes it."""
+        text = await self.render(model, chat)
         check_text(text, limits, "chat")  # a template adds to each message
         return text
 

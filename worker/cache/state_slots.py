@@ -142,6 +142,15 @@ class StateSlots:
         """Forgets all snapshots. No slot may have an owner."""
         self._allocator.forget_cached()
 
+    def stats(self) -> dict[str, int]:
+        """Counts by their names in `EngineStats`."""
+        return {
+            "num_used_slots": self.num_slots - self.num_free,
+            "num_cached_slots": self.num_cached,
+            "num_total_slots": self.num_slots,
+            "num_snapshot_evictions": self.num_evictions,
+        }
+
     def check_integrity(self, owned: Sequence[int]) -> None:
         """Raises AssertionError unless these slots, and no others, have one owner each. O(slots)."""
         self._allocator.check_integrity()

@@ -17,7 +17,8 @@ from holdfast.worker.engine.request_guards import NonFiniteGuard, NumbersCheck, 
 from holdfast.worker.engine.restores import Restore
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
 from holdfast.worker.request import EngineLoad, EngineRequest, TokenDelta
-from holdfast.worker.scheduler.scheduler import DropReason, Scheduler
+from holdfast.worker.scheduler.acceptance import DropReason
+from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import (
     NO_CHANGES,

@@ -12,7 +12,7 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from holdfast.worker.errors import InternalError, QueueFullError, ReplicaError
 from holdfast.worker.request import NUM_STEPS_TO_CLEAR, EngineLoad, PoisonRisk, TokenDelta
-from holdfast.worker.scheduler.scheduler import DroppedRequest
+from holdfast.worker.scheduler.acceptance import DroppedRequest
 from holdfast.worker.step_update import StepListener
 
 NUM_ALONE_TO_DOUBT: Final = 3

@@ -1,5 +1,9 @@
 """Acceptance of requests: which can never run and are refused, and which run out of time and are dropped."""
 
+from collections.abc import Hashable
+from enum import Enum
+from typing import NamedTuple
+
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.scheduler.queues import SequenceQueues
@@ -32,6 +36,25 @@ def check_fits(sequence: Sequence, *, num_slots: int, max_model_len: int) -> Non
         raise InvalidRequestError(
             "sampling_params.max_tokens", max_tokens, f"{limit}: the KV cache holds {num_slots} in all"
         )
+
+
+class DropReason(Enum):
+    """Why a request was dropped without a delta."""
+
+    EXPIRED = "expired"
+    """The deadline has passed, or would pass before its first token."""
+    NOT_FINITE = "not finite"
+    """The logits were NaN or infinite."""
+    DEAD_END = "dead end"
+    """No token fitted its grammar."""
+
+
+class DroppedRequest(NamedTuple):
+    """A request that was dropped without a delta."""
+
+    attempt: Hashable
+    request: EngineRequest
+    reason: DropReason
 
 
 class DeadlineWatch:

@@ -16,11 +16,12 @@ The state is that behind the last token of a step, or of any draft in it that wa
 such a position first, and the rest in the next step. Outputs come by there by themselves.
 """
 
+from dataclasses import dataclass
 from typing import Final
 
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.state_slots import StateSlots
-from holdfast.worker.cache.window_blocks import WindowBlocks
+from holdfast.worker.cache.window_blocks import NOTHING_SEEN, WindowBlocks, WindowPrefix
 from holdfast.worker.scheduler.sequence import Sequence
 from holdfast.worker.step_plan import ScheduledSequence
 
@@ -29,6 +30,26 @@ SPACING: Final = 1024
 
 WORTH_A_CUT: Final = 64
 """Tokens of a prompt from which its last snapshot is worth a step more. Of a shorter one, as much is computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """A prefix that a sequence shares and need not compute."""
+
+    block_ids: tuple[int, ...] = ()
+    """Full blocks of other sequences, or cached ones."""
+    num_tokens: int = 0
+    """Tokens in `block_ids`; in a fork also those in the parent's next block, which is copied."""
+    parent: Sequence | None = None
+    """The running sequence to fork from; None: the prefix is from the prefix cache."""
+    snapshot: int | None = None
+    """The slot with the state behind a prefix from the cache, of a model that keeps states."""
+    num_known_tokens: int = 0
+    """Tokens whose blocks are cached: a state, or blocks of layers with a window, may be missing before the last of
+    them.
+    """
+    window: WindowPrefix = NOTHING_SEEN
+    """Blocks that the next token sees of it in layers with a window."""
 
 
 def cuts_of(

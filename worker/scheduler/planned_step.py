@@ -29,6 +29,7 @@ _NEVER: Final = -1
 # At every step for every sequence, so C rather than comprehensions.
 _sequence: Final = itemgetter(0)
 _sequence_id: Final = attrgetter("sequence_id")
+_adapter_slot: Final = attrgetter("adapter_slot")
 _block_ids: Final = attrgetter("block_ids")
 _window_block_ids: Final = attrgetter("window.block_ids")
 _token_ids: Final = attrgetter("token_ids")
@@ -227,7 +228,7 @@ class DecodeBatch:
         slots: list[int] = []
         if self._queues.slots is not None:
             slots += [sequence.state_slot for sequence in chosen if sequence.state_slot is not None]
-        adapter_slots = [sequence.adapter_slot for sequence in chosen]
+        adapter_slots = list(map(_adapter_slot, chosen))
         self._columns = DecodeColumns(list(map(_sequence_id, chosen)), positions, indices, draws, slots, adapter_slots)
         self._num_by_tenant = num_by_tenant
         self._age, self._num_moves = 0, self._queues.num_moves

@@ -5,9 +5,9 @@ from collections.abc import Hashable
 from typing import Final
 
 from holdfast.worker.cache.window_blocks import NOTHING_SEEN, WindowPrefix
-from holdfast.worker.scheduler.kept_prefixes import tokens_to_next_cut
+from holdfast.worker.scheduler.kept_prefixes import SharedPrefix, tokens_to_next_cut
 from holdfast.worker.scheduler.queues import SequenceQueues
-from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus, SharedPrefix
+from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
 from holdfast.worker.step_plan import PromptLogprobParams
 
 

@@ -15,8 +15,8 @@ from typing import Final
 from holdfast.worker.cache.block_pool import BlockAllocator, HashChain
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.cache.window_blocks import WindowBlocks
-from holdfast.worker.scheduler.kept_prefixes import Pinning, cuts_of
-from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus, SharedPrefix
+from holdfast.worker.scheduler.kept_prefixes import Pinning, SharedPrefix, cuts_of
+from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
 from holdfast.worker.step_plan import BlockCopy
 from holdfast.worker.step_update import EngineStats
 from holdfast.worker.waiting_queue import TenantCounters, WaitingQueue

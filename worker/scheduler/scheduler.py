@@ -8,9 +8,7 @@ safe at any point of it. Where the device runs a step while the host plans the n
 import math
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
-from enum import Enum
 from itertools import repeat
-from typing import NamedTuple
 
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.state_slots import StateSlots
@@ -19,7 +17,7 @@ from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.model_info import Window, most_tokens
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta
-from holdfast.worker.scheduler.acceptance import DeadlineWatch, check_can_end, check_fits
+from holdfast.worker.scheduler.acceptance import DeadlineWatch, DroppedRequest, DropReason, check_can_end, check_fits
 from holdfast.worker.scheduler.batching import POLICIES, MakePolicy, Share, StepLimits
 from holdfast.worker.scheduler.planned_step import NOBODY, DecodeBatch, ShareCommit, StepInFlight, scheduled_sequence
 from holdfast.worker.scheduler.prompt_sharing import bound_prompt_logprobs
@@ -28,25 +26,6 @@ from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
 from holdfast.worker.scheduler.speculation import NO_DRAFTS, Drafter, Drafts
 from holdfast.worker.step_plan import NO_ROWS, StepPlan, StepResult
 from holdfast.worker.step_update import EngineStats
-
-
-class DropReason(Enum):
-    """Why a request was dropped without a delta."""
-
-    EXPIRED = "expired"
-    """The deadline has passed, or would pass before its first token."""
-    NOT_FINITE = "not finite"
-    """The logits were NaN or infinite."""
-    DEAD_END = "dead end"
-    """No token fitted its grammar."""
-
-
-class DroppedRequest(NamedTuple):
-    """A request that was dropped without a delta."""
-
-    attempt: Hashable
-    request: EngineRequest
-    reason: DropReason
 
 
 class Scheduler:
@@ -316,7 +295,7 @@ class Scheduler:
             num_total_blocks=load.num_total_blocks,
             num_wasted_slots=self._queues.num_wasted_slots(),
             num_evictions=self.prefix_cache.num_evictions,
-            **({} if self._slots is None else _slot_stats(self._slots)),
+            **({} if self._slots is None else self._slots.stats()),
         )
 
     def check_integrity(self) -> None:
@@ -413,13 +392,3 @@ class Scheduler:
         if self._drafter is not None:
             self._drafter.forget(sequence)
         self.counts.num_finished += 1
-
-
-def _slot_stats(slots: StateSlots) -> dict[str, int]:
-    """Counts of slots by their names in `EngineStats`."""
-    return {
-        "num_used_slots": slots.num_slots - slots.num_free,
-        "num_cached_slots": slots.num_cached,
-        "num_total_slots": slots.num_slots,
-        "num_snapshot_evictions": slots.num_evictions,
-    }

@@ -3,15 +3,14 @@
 import math
 from array import array
 from collections.abc import Hashable
-from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
 from holdfast.worker.cache.block_pool import HashChain
-from holdfast.worker.cache.window_blocks import NOTHING_SEEN, WindowPrefix, WindowTable
+from holdfast.worker.cache.window_blocks import WindowTable
 from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
-from holdfast.worker.step_plan import DEAD_END, NO_TOKEN, PENDING, ScheduledSequence
+from holdfast.worker.step_plan import DEAD_END, NO_TOKEN, PENDING, ScheduledSequence, confirmed
 from holdfast.worker.waiting_queue import DUE_AFTER_S, Tenant
 
 
@@ -155,7 +154,7 @@ class Sequence:
         """Tokens when it was admitted last."""
         self.num_rolling_blocks = 0
         """Blocks before the snapshot of its state that the next one takes the place of; 0: there is none."""
-        self.to_pin = request.kept_prefixes
+        self.to_pin = request.kept_prefixes if request.cache_ttl_s or request.cache_marks else ()
         """Prefixes, the shortest first, whose blocks are to be pinned once they are computed; those that are pinned are
         taken out."""
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
@@ -270,7 +269,7 @@ class Sequence:
         computed for them count as not computed. A draw without a token (`NO_TOKEN`, `DEAD_END`) breaks the sequence.
         """
         old_len = len(self.token_ids)
-        for token_id in drawn if len(drawn) <= 1 else _confirmed(scheduled.token_ids, drawn):
+        for token_id in drawn if len(drawn) <= 1 else confirmed(scheduled.token_ids, drawn):
             if token_id < 0 and self._breaks(token_id):
                 break
             self.token_ids.append(token_id)
@@ -391,34 +390,3 @@ class Sequence:
             token_ids=(),
             finish_reason=reason,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """A prefix that a sequence shares and need not compute."""
-
-    block_ids: tuple[int, ...] = ()
-    """Full blocks of other sequences, or cached ones."""
-    num_tokens: int = 0
-    """Tokens in `block_ids`; in a fork also those in the parent's next block, which is copied."""
-    parent: Sequence | None = None
-    """The running sequence to fork from; None: the prefix is from the prefix cache."""
-    snapshot: int | None = None
-    """The slot with the state behind a prefix from the cache, of a model that keeps states."""
-    num_known_tokens: int = 0
-    """Tokens whose blocks are cached: a state, or blocks of layers with a window, may be missing before the last of
-    them.
-    """
-    window: WindowPrefix = NOTHING_SEEN
-    """Blocks that the next token sees of it in layers with a window."""
-
-
-def _confirmed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, ...]:
-    """The sampled tokens that follow accepted drafts.
-
-    Draw i is made from the i-th of the last `len(drawn)` rows. The first of these rows is a token of the sequence, the
-    others are drafts: draw i is what the model says only if draft i equals draw i - 1, and so on back to the first.
-    """
-    drafts = token_ids[len(token_ids) - len(drawn) + 1 :]
-    num_right = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
-    return drawn[: num_right + 1]

@@ -121,8 +121,8 @@ def believe_a_wrong_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     def believed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, ...]:
         return drawn if len(drawn) > 1 and token_ids[-1] == drawn[-2] else confirmed(token_ids, drawn)
 
-    confirmed = sequence_module._confirmed
-    monkeypatch.setattr(sequence_module, "_confirmed", believed)
+    confirmed = sequence_module.confirmed
+    monkeypatch.setattr(sequence_module, "confirmed", believed)
 
 
 def forget_that_a_completion_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from holdfast.worker.request import EngineRequest
+from holdfast.worker.scheduler.kept_prefixes import SharedPrefix
 from holdfast.worker.scheduler.queues import SequenceQueues
-from holdfast.worker.scheduler.sequence import SharedPrefix
 from holdfast.worker.step_plan import BlockCopy
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from tests.worker.schedulers import BLOCK_SIZE, make_request, make_scheduler, members, run_to_end, shares, step

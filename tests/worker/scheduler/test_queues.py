@@ -7,8 +7,9 @@ import pytest
 from holdfast.worker.cache.block_pool import BlockAllocator, HashChain
 from holdfast.worker.request import EngineRequest, Priority
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.scheduler.kept_prefixes import SharedPrefix
 from holdfast.worker.scheduler.queues import SequenceQueues
-from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus, SharedPrefix
+from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
 
 
 def make_queues(*priorities: Priority) -> SequenceQueues:
