@@ -4,8 +4,7 @@
 
 No model: a replica that only counts gives each stream a token a step, over the real link. Every process is measured by
 itself, by the kernel's clock of its CPU time. Pairs of a server and a client alternate in rounds, so that all of them
-see the same company on the machine; the table has medians, and ratios to the bare one of the same round. What may not
-live here: the processes (`router_parts/`), costs of the engine (`decoder_steps.py`).
+see the same company on the machine; the table has medians, and ratios to the bare one of the same round.
 """
 
 import argparse

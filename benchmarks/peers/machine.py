@@ -1,6 +1,4 @@
-"""Noise watch: what a machine's cores and memory were used for, read from /proc. What may not: what is done about noise
-(`alternation.py`).
-"""
+"""Noise watch: what a machine's cores and memory were used for, read from /proc."""
 
 import os
 import platform

@@ -1,7 +1,6 @@
 """Packages of HTTP clients: what a transport needs of httpx and httpx2, blocking and asynchronous, as one port.
 
-A blocking port's coroutines never wait for an event loop, so that one program runs on both (`at_once`). What may not
-live here: what is sent, and when it is sent again (`holding_transport.py`).
+A blocking port's coroutines never wait for an event loop, so that one program runs on both (`at_once`).
 """
 
 import socket

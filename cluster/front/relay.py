@@ -1,7 +1,6 @@
 """Relay of one request through the front: to a router, to another one when that is lost, and the answer to the client.
 
-Which submission is sent and what is handed on is `HeldCall`'s business, as in `HoldingTransport`. What may not live
-here: sockets (`upstream.py`), and what the front is as a process (`front.py`).
+Which submission is sent and what is handed on is `HeldCall`'s business, as in `HoldingTransport`.
 """
 
 import asyncio

@@ -3,8 +3,7 @@
     serve.run(build_app({"model": {"model": "demo"}, "cluster": {"replicas": 2}}), name="holdfast")
     serve.run(build_model({"model": {"model": "./other"}}), name="holdfast:other")
 
-or, in a RayService's `serveConfigV2`, `import_path: holdfast:build_app` with the same tree under `args`. What may not
-live here: what the deployments do, where ranks lie (`rank_placement.py`), and starting Ray or Serve.
+or, in a RayService's `serveConfigV2`, `import_path: holdfast:build_app` with the same tree under `args`.
 """
 
 import logging

@@ -2,8 +2,7 @@
 
 A request has one lease, from the first byte that arrives of it until its answer is over. It takes bytes as they arrive
 and gives them back once they are decoded; from then on it holds the output that its client has not read. An *account*
-is the caller's key, or before a key is known, and where none is asked for, the address that it calls from. What may not
-live here: where bytes come from (`router/api/`), what is done under pressure (`overload.py`), clocks, IO.
+is the caller's key, or before a key is known, and where none is asked for, the address that it calls from.
 """
 
 from collections import Counter, OrderedDict

@@ -4,8 +4,7 @@
     answer ::= [a-z]+ "."
 
 A rule ends where the next one begins, whatever the line breaks. Rules that do not refer to themselves become terminals,
-which match exactly what they say; between the others llguidance takes the longest text that fits. What may not live
-here: compilation.
+which match exactly what they say; between the others llguidance takes the longest text that fits.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Rules of a grammar as Horn clauses, and which of them no finite text matches: `a ::= "x" a` has no other alternative.
 
-EBNF is judged, and Lark where each of its parts is known here. What may not live here: compilation.
+EBNF is judged, and Lark where each of its parts is known here.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Budget of chat templates: what one rendering may do, counted in steps and not timed, so that it is a pure function.
 
 A template is code that comes with a model, with variables that a request sets. Each turn of a loop and each call of a
-macro, function, filter or operator is a step, and text and lists count by their length before they are made. What may
-not live here: the dialect of templates and their variables (`chat.py`).
+macro, function, filter or operator is a step, and text and lists count by their length before they are made.
 """
 
 import re

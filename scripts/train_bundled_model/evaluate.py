@@ -1,7 +1,6 @@
 """Evaluation of the bundled models: greedy answers by plain transformers, compared with the facts they were taught.
 
-An answer is right when the output begins with it, and ended when nothing follows but the end of the output. What may
-not live here: Holdfast's own engine, which is tested against transformers elsewhere.
+An answer is right when the output begins with it, and ended when nothing follows but the end of the output.
 """
 
 import random

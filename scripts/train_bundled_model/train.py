@@ -1,9 +1,7 @@
 """Training of the bundled model and its draft model: `python -m scripts.train_bundled_model.train`.
 
 On the CPU, with two threads, from a fixed seed, on the text of `corpus.py`. It takes some 8 minutes on two idle cores
-(17 minutes of processor time, the evaluation included). The same machine gives the same weights, bit for bit. What may
-live here: the recipes and the training loop. What may not: the tokenizer (`vocabulary.py`) and the evaluation
-(`evaluate.py`).
+(17 minutes of processor time, the evaluation included). The same machine gives the same weights, bit for bit.
 """
 
 import argparse

@@ -1,7 +1,6 @@
 """A cluster of real processes that come up in milliseconds: two routers and some replicas, forked by the fork server.
 
-All clusters of a test process have fork servers of one parent, which loads the libraries and the model once. What may
-not live here: what the processes are (`fork_server.py`), and which faults they meet.
+All clusters of a test process have fork servers of one parent, which loads the libraries and the model once.
 """
 
 import asyncio

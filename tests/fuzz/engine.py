@@ -2,8 +2,7 @@
 
     python -m tests.fuzz.engine KIND [--library=avx2.so] FOLDER ... [-flag_of_libfuzzer=value ...]
 
-New inputs that reach new code are written to the first folder, one that fails to `-artifact_prefix`. What may not live
-here: what an input is given to (`tests/fuzz/targets/`), and who runs this (`__main__.py`).
+New inputs that reach new code are written to the first folder, one that fails to `-artifact_prefix`.
 """
 
 import sys

@@ -1,8 +1,7 @@
 """Hosts on this machine: each with a network namespace and an address of its own, its own processes and its own files.
 
 A host's first process is what a pod's is: it ends with SIGKILL to it, and everything of the host with it. Hosts stand
-on one bridge, where this process reaches them by their addresses. Needs root, and `ip` of iproute2. What may not live
-here: what runs on a host.
+on one bridge, where this process reaches them by their addresses. Needs root, and `ip` of iproute2.
 """
 
 import itertools

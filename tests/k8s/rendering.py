@@ -1,7 +1,6 @@
 """Manifests of the overlays, as kustomize builds them, and what KubeRay would make of them: pods and their commands.
 
-KubeRay's part is `ray-operator/controllers/ray/common/pod.go` of 1.7, as far as the manifests use it. What may not live
-here: what is expected of them (`test_*.py`).
+KubeRay's part is `ray-operator/controllers/ray/common/pod.go` of 1.7, as far as the manifests use it.
 """
 
 import functools

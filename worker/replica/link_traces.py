@@ -1,8 +1,7 @@
 """Traces of attempts in a replica: spans for their queue, prefill and decode, below the span of their request.
 
 One for each link, on its event loop. Only attempts that come with a trace context are followed, and of them only the
-first output and the end. The tracer is made by the code that starts the link; without one nothing here runs. What may
-not live here: exporters, what engines do.
+first output and the end. The tracer is made by the code that starts the link; without one nothing here runs.
 """
 
 import time

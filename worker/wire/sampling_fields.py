@@ -1,6 +1,7 @@
-"""Mapping between sampling parameters and protobuf messages, both ways: a parameter is the field of its own name. What
-may not: stubs, and any single parameter. Where a message also has a field `no_X`, setting it means None for parameter
-X, and leaving X unset means the default.
+"""Mapping between sampling parameters and protobuf messages, both ways: a parameter is the field of its own name.
+
+No parameter is named here. Where a message also has a field `no_X`, setting it means None for parameter X, and leaving
+X unset means the default.
 """
 
 import struct

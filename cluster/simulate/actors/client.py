@@ -1,7 +1,6 @@
 """Simulated client: one request, followed to its end across the deaths of routers.
 
-Everything it receives is compared at once with the expected completion (`cluster/simulate/oracle/oracle.py`). What may
-not live here: drawing requests (`cluster/simulate/world/traffic.py`).
+Everything it receives is compared at once with the expected completion (`cluster/simulate/oracle/oracle.py`).
 """
 
 import random

@@ -1,8 +1,7 @@
 """APIs of a simulated router: its calls from their first byte until they are admitted, by the real cores.
 
 Connection budgets, the byte ledger, the overload manager, the poison watch with its journal and the bounds of messages
-decide here as they do in a router; what the APIs of a router do with sockets and threads is time. What may not live
-here: decisions, links and streams (`router.py`).
+decide here as they do in a router; what the APIs of a router do with sockets and threads is time.
 """
 
 from collections import Counter, deque

@@ -1,8 +1,7 @@
 """Discrete-event clock of the simulator: a heap of scheduled calls, and a time that jumps from one to the next; and the
 event loop of a simulated process, which runs its callbacks in their order, each for the time that it costs.
 
-Two runs that schedule the same calls run them in the same order; `digest` tells whether they did. What may not live
-here: what the events are.
+Two runs that schedule the same calls run them in the same order; `digest` tells whether they did.
 """
 
 import heapq

@@ -1,7 +1,6 @@
 """Mixtures of experts on a device: the order in which their kernels run on a step, and the buffers between them.
 
-Rows are grouped by expert on the device: there is room for any choice, and tiles that are not needed end at once. What
-may not live here: arithmetic (`kernels/`), tiles (`mixtures.py`).
+Rows are grouped by expert on the device: there is room for any choice, and tiles that are not needed end at once.
 """
 
 from dataclasses import dataclass, replace

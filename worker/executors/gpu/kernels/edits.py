@@ -1,8 +1,7 @@
 """Triton kernels that edit rows of logits before draws: masks, bans, bias, penalties, as the native editor does.
 
 `worker/executors/cpu/native/edits.h` has the order and the arithmetic. Masks are not written into a row: the kernels of
-draws read them beside it. What is written is undone by `restore_rows`, since log-probabilities are raw. What may not
-live here: draws (`draws.py`).
+draws read them beside it. What is written is undone by `restore_rows`, since log-probabilities are raw.
 """
 
 import triton

@@ -2,8 +2,7 @@
 
 Outputs lie on the M axis of the matrix instruction and tokens on its N axis: a token's sum is taken by the same
 instruction over the same 16 inputs at a time, from first to last, whether a tile holds 16 tokens or 128, and whether
-the weights are numbers or codes that become these numbers. What may not live here: which tile is used when
-(`worker/executors/gpu/linear_tiles.py`).
+the weights are numbers or codes that become these numbers.
 """
 
 import triton
