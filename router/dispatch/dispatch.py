@@ -20,7 +20,7 @@ from dataclasses import replace
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.demands import demands
-from holdfast.router.dispatch.endings import Endings, Progress
+from holdfast.router.dispatch.endings import Endings, StepOutputs
 from holdfast.router.dispatch.failures import Outages
 from holdfast.router.dispatch.placement import Placement
 from holdfast.router.dispatch.policy import RandomIndex
@@ -66,7 +66,7 @@ class Dispatch:
         self._outages = Outages(self.registry, self._queue, config.replica_wait_s)
         self._num_submitted = 0
         self._endings = Endings(self._requests, self._placement)
-        self._progress = Progress(self._requests, self._placement, self._endings)
+        self._step_outputs = StepOutputs(self._requests, self._placement, self._endings)
         self.stats = self._placement.stats
         """Counts since the start."""
 
@@ -222,7 +222,7 @@ class Dispatch:
         replica = self.registry.replicas.get(replica_id)
         if replica is None:
             return []
-        actions = self._progress.take(replica, update, now)
+        actions = self._step_outputs.take(replica, update, now)
         return actions + self._drain(replica.facts.model, now)
 
     # --- time, and the end ---

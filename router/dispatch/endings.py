@@ -1,4 +1,4 @@
-"""Ends of open requests: finished, failed, handed over or cancelled, each exactly once."""
+"""Outputs of steps for open requests, and their ends: finished, failed, handed over or cancelled, each exactly once."""
 
 import logging
 from typing import Final
@@ -115,8 +115,8 @@ class Endings:
         return actions
 
 
-class Progress:
-    """Progress of one router's requests."""
+class StepOutputs:
+    """Hands the outputs of steps to the requests that they belong to."""
 
     def __init__(self, requests: RequestTable, placement: Placement, endings: Endings) -> None:
         self._requests = requests

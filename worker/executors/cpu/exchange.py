@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-from holdfast.worker.executors.cpu.structures import NativeExchange
+from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.cpu.library import check_outcome
+from holdfast.worker.executors.cpu.structures import NativeExchange, NativeModel
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.state_layers import Mamba2
 
@@ -30,6 +32,10 @@ _NO_FILE: Final = -1
 _TOKEN_BYTES: Final = 16
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE: Final = Path("/proc/self/ns/pid")
+
+_LOSSES: Final = {1: "has ended", 2: "is silent", 3: "has left"}
+"""Words for the loss of a rank, by the hundreds of an outcome below zero; the rest of it is the rank
+(`native/exchange.h`)."""
 
 
 class Exchange:
@@ -55,6 +61,22 @@ class Exchange:
             self._memory.close()
             for process in self._processes:
                 os.close(process)
+
+
+def meet(group: TensorParallelGroup, model: NativeModel, library: ctypes.CDLL) -> Exchange | None:
+    """Shares memory with the other ranks, for a model's steps; None where that cannot be had, or there are none."""
+    num_bytes = library.native_exchange_bytes(group.size, model.max_rows, model.hidden, model.sum_parts)
+    exchange = attach(group, num_bytes) if group.size > 1 and num_bytes > 0 else None
+    model.exchange = None if exchange is None else ctypes.pointer(exchange.native)
+    return exchange
+
+
+def check_step(outcome: int) -> None:
+    """Raises `ReplicaError` for a step that has failed, and names the rank that was lost."""
+    kind, rank = divmod(-outcome, 100)
+    if kind in _LOSSES:
+        raise ReplicaError(f"a rank of the replica was lost: rank {rank} {_LOSSES[kind]}")
+    check_outcome(outcome, "a step")
 
 
 def attach(group: TensorParallelGroup, num_bytes: int) -> Exchange | None:

@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Mapping
 from contextlib import suppress
-from ctypes import byref, pointer
+from ctypes import byref
 from dataclasses import replace
 from typing import Final
 
@@ -18,11 +18,11 @@ from holdfast.worker.executors.adapters import AdaptedLinear
 from holdfast.worker.executors.block_bytes import BlockMemory
 from holdfast.worker.executors.cpu.adapters import PackedAdapter
 from holdfast.worker.executors.cpu.cache import BlockForm, TiledCache, last_block
-from holdfast.worker.executors.cpu.exchange import Exchange, attach, segments_with_sums, tree_sum
+from holdfast.worker.executors.cpu.exchange import Exchange, check_step, meet, segments_with_sums, tree_sum
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
-from holdfast.worker.executors.cpu.library import check_outcome, class_of, load_library
+from holdfast.worker.executors.cpu.library import class_of, load_library
 from holdfast.worker.executors.cpu.packing import PackedModel
-from holdfast.worker.executors.cpu.running_step import Room, RunningStep
+from holdfast.worker.executors.cpu.running_step import RowMemory, RunningStep
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.cpu.shared_weights import arena_for
 from holdfast.worker.executors.cpu.states import VALUE_BYTES, StateCache
@@ -35,10 +35,6 @@ from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.model_info import Window
 
 _FEWEST_ROWS: Final = 64
-
-_LOSSES: Final = {1: "has ended", 2: "is silent", 3: "has left"}
-"""Words for the loss of a rank, by the hundreds of an outcome below zero; the rest of it is the rank
-(`native/exchange.h`)."""
 
 
 class CpuExecutor:
@@ -110,8 +106,8 @@ class CpuExecutor:
         self.hidden = torch.empty(0)
         """[rows, hidden] behind the last layer of the last step; the next one writes over it."""
         self._adapters: dict[int, PackedAdapter] = {}
-        self._own_logits, self._all_logits, self._hidden_rows = Room(), Room(), Room()
-        self._block_best, self._block_mass = Room(), Room()
+        self._own_logits, self._all_logits, self._hidden_rows = RowMemory(), RowMemory(), RowMemory()
+        self._block_best, self._block_mass = RowMemory(), RowMemory()
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -232,8 +228,8 @@ class CpuExecutor:
 
     def free_logits(self) -> None:
         """Frees the memory of the last step's logits, which the next step would use again."""
-        self._own_logits, self._all_logits = Room(), Room()
-        self._block_best, self._block_mass = Room(), Room()
+        self._own_logits, self._all_logits = RowMemory(), RowMemory()
+        self._block_best, self._block_mass = RowMemory(), RowMemory()
 
     def drop_cache(self) -> None:
         self._drop_decoder()
@@ -253,20 +249,12 @@ class CpuExecutor:
         model.tensor_parallel_size = self._group.size
         model.first_vocab_row = self._group.rank * self._rows
         model.vocab_size = self._vocab_size
-        self._meet_ranks()
+        self._exchange = meet(self._group, model, self._library)
+        self._in_one_call = self._group.size == 1 or self._exchange is not None
         self._decoder = self._library.native_decoder_create(byref(model), self.packed.dtype, self._pool)
         if not self._decoder:
             raise ReplicaError(f"out of memory for a step of {num_rows} tokens")
         self._stride = self._library.native_decoder_stride(self._decoder)
-
-    def _meet_ranks(self) -> None:
-        """Shares memory with the other ranks where that can be had."""
-        model = self.packed.model
-        num_bytes = self._library.native_exchange_bytes(self._group.size, model.max_rows, model.hidden, model.sum_parts)
-        if self._group.size > 1 and num_bytes > 0:
-            self._exchange = attach(self._group, num_bytes)
-            self._in_one_call = self._group.size == 1 or self._exchange is not None
-        model.exchange = None if self._exchange is None else pointer(self._exchange.native)
 
     def run(self, batch: StepBatch, *, with_logits: bool, inputs: Tensor | None = None) -> HeadOutput:
         """One step, of all ranks together, or as many as the batch is for. `inputs` [rows, hidden], of one step on one
@@ -361,12 +349,8 @@ class CpuExecutor:
 
     def _go(self, first: int, end: int, finished_layer: int = -1) -> None:
         outcome = self._library.native_decoder_run(self._decoder, first, end, finished_layer)
-        if not outcome:
-            return
-        kind, rank = divmod(-outcome, 100)
-        if kind in _LOSSES:
-            raise ReplicaError(f"a rank of the replica was lost: rank {rank} {_LOSSES[kind]}")
-        check_outcome(outcome, "a step")
+        if outcome:
+            check_step(outcome)
 
     def _go_together(self, num_rows: int, first: int, end: int) -> None:
         """Segment by segment, with a sum over ranks after each that leaves one."""

@@ -84,7 +84,7 @@ class RunningStep:
         self.native.hidden = out.data_ptr()
 
 
-class Room:
+class RowMemory:
     """Memory of one step's rows, used again by the next: new memory of such a size costs a page fault for each page."""
 
     def __init__(self) -> None:

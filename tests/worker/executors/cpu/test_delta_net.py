@@ -10,7 +10,7 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
-from holdfast.worker.executors.cpu import executor
+from holdfast.worker.executors.cpu import exchange
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.cpu.library import missing_instructions
 from holdfast.worker.executors.layout import DecoderLayout
@@ -179,7 +179,7 @@ def test_ranks_have_the_bits_of_one(pattern, size, tmp_path):
 
 @pytest.mark.parametrize("pattern", ["granite, mixture", "falcon, norms"], scope="module")
 def test_ranks_without_shared_memory_have_the_bits_of_one(pattern, tmp_path, monkeypatch):
-    monkeypatch.setattr(executor, "attach", lambda group, num_bytes: None)
+    monkeypatch.setattr(exchange, "attach", lambda group, num_bytes: None)
     assert_ranks_agree(save_hybrid(tmp_path, pattern), 4)
 
 
