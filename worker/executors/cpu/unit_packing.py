@@ -5,6 +5,7 @@ few of them are in memory twice.
 from collections.abc import Sequence
 from ctypes import CDLL, byref
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -17,8 +18,8 @@ from holdfast.worker.executors.cpu.structures import NativePanel, NativeUnits
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.mapped_files import discard_contents
-from holdfast.worker.executors.stored_matrix import StoredMatrix
-from holdfast.worker.executors.units import SCALE_TYPES, UNIT, Offset, UnitForm
+from holdfast.worker.executors.stored_matrix import AT_ONCE, StoredMatrix, for_all
+from holdfast.worker.executors.units import SCALE_TYPES, UNIT, Offset, UnitForm, Units
 
 PIECE_CODES: Final = 4 << 20
 """Codes that are read, a byte each, and then packed."""
@@ -54,9 +55,8 @@ def pack_units(
     forms share no panel of 32.
     """
     panels = rows.reshape(-1, UNIT)
-    of_panel = _forms_of_panels(weights, panels)
-    forms = list(dict.fromkeys(of_panel))
-    own = [np.flatnonzero([one == form for one in of_panel]) for form in forms]
+    forms, of_panel = _forms_of_panels(weights, panels)
+    own = [np.flatnonzero(of_panel == number) for number in range(len(forms))]
     packed = [
         _pack_form(form, weights, panels[places].reshape(-1), arena, library, pool)
         for form, places in zip(forms, own, strict=True)
@@ -72,17 +72,18 @@ def pack_units(
     return replace(packed[0], panels=described)
 
 
-def _forms_of_panels(weights: Sequence[StoredMatrix], panels: IntArray) -> list[UnitForm]:
-    """Form of each panel of rows; of one without rows, that of the first weight."""
+def _forms_of_panels(weights: Sequence[StoredMatrix], panels: IntArray) -> tuple[list[UnitForm], IntArray]:
+    """The forms of some weights, and the number among these of that of each panel of rows; of one without rows, 0."""
+    of_weights = [weight.unit_form for weight in weights]
+    forms = [form for form in dict.fromkeys(of_weights) if form is not None]
+    assert None not in of_weights, "they lie in units"
     ends = np.cumsum([len(weight) for weight in weights])
-    forms = [weight.unit_form for weight in weights]
-    found = []
-    for rows in panels:
-        own = {forms[part] for part in np.searchsorted(ends, np.unique(rows[rows >= 0]), side="right")} or {forms[0]}
-        (form,) = own  # a panel has one
-        assert form is not None, "they lie in units"
-        found.append(form)
-    return found
+    numbers = np.array([forms.index(form) for form in of_weights if form is not None])
+    of_rows = numbers[np.searchsorted(ends, np.maximum(panels, 0), side="right")]
+    is_row = panels >= 0
+    most, least = (np.where(is_row, of_rows, -1).max(1), np.where(is_row, of_rows, len(forms)).min(1))
+    assert (~is_row.any(1) | (most == least)).all(), "outputs of other forms share no panel"
+    return forms, np.maximum(most, 0)
 
 
 def _pack_form(
@@ -127,26 +128,31 @@ class _Piece:
         return array_address(self.codes), array_address(self.scales), offsets, factors
 
     def _read(self, weight: StoredMatrix, own: IntArray, places: IntArray) -> None:
-        """Rows of a weight, and where in the piece they are: runs of rows that follow one another are read at once."""
+        """Rows of a weight, and where in the piece they are: some that follow one another at a time, by all threads."""
         by_row = np.argsort(own, kind="stable")
         own, places = own[by_row], places[by_row]
         ends = [*(np.flatnonzero(np.diff(own) != 1) + 1), len(own)] if len(own) else []
-        start = 0
-        for end in ends:
+        step = max(1, AT_ONCE // weight.shape[1])
+        runs = [(at, min(at + step, end)) for start, end in pairwise([0, *ends]) for at in range(start, end, step)]
+
+        def read(number: int) -> None:
+            start, end = runs[number]
             first = weight.rows[0] + int(own[start])
-            units = weight.units(first, first + end - start)
-            check_finite(units.scales)
-            run = places[start:end]
-            self.codes[run] = _row_addresses(units.codes)
-            self.scales[run] = _row_addresses(units.scales)
-            if units.offsets is not None:
-                check_finite(units.offsets)
-                self.offsets[run] = _row_addresses(units.offsets)
-            if units.factors is not None:
-                check_finite(units.factors)
-                self.factors[run] = _row_addresses(units.factors)
-            self._kept.append(units)
-            start = end
+            self._note(weight.units(first, first + end - start), places[start:end])
+
+        for_all(read, range(len(runs)))
+
+    def _note(self, units: Units, places: IntArray) -> None:
+        self._kept.append(units)
+        check_finite(units.scales)
+        self.codes[places] = _row_addresses(units.codes)
+        self.scales[places] = _row_addresses(units.scales)
+        if units.offsets is not None:
+            check_finite(units.offsets)
+            self.offsets[places] = _row_addresses(units.offsets)
+        if units.factors is not None:
+            check_finite(units.factors)
+            self.factors[places] = _row_addresses(units.factors)
 
 
 def _row_addresses(tensor: Tensor) -> IntArray:

@@ -134,7 +134,7 @@ class PackedCodes:
 
     def read_unsigned(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         """See `UnsignedCodes`."""
-        return self._unpacked(rows, columns).to(torch.uint8)
+        return self._unpacked(rows, columns)
 
     def _unpacked(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         ranges = (columns, rows) if self.is_transposed else (rows, columns)
@@ -149,14 +149,21 @@ def unpacked(
     ranges: tuple[tuple[int, int], tuple[int, int]],
     order: tuple[int, ...] = IN_ORDER,
 ) -> Tensor:
-    """Codes of a range of both dimensions, int32, from int32 words [a, b] that are packed along a dimension."""
+    """Codes of a range of both dimensions, uint8, from int32 words [a, b] that are packed along a dimension, of 4 or 8
+    bits each.
+    """
     per_word = 32 // bits
     (start, stop), (other_start, other_stop) = ranges[packed_dim], ranges[1 - packed_dim]
     first, last = start // per_word, -(-stop // per_word)
     words = words.narrow(packed_dim, first, last - first).narrow(1 - packed_dim, other_start, other_stop - other_start)
-    shifts = torch.tensor(order[:per_word], dtype=torch.int32) * bits
-    shifts = shifts if packed_dim == 1 else shifts[:, None]
-    codes = ((words.unsqueeze(packed_dim + 1) >> shifts) & ((1 << bits) - 1)).flatten(packed_dim, packed_dim + 1)
+    codes = words.contiguous().view(torch.uint8)
+    if bits == 4:
+        pairs = codes.to(torch.int16)
+        codes = ((pairs | (pairs << 4)) & 0x0F0F).view(torch.uint8)  # a byte's lower half, then its upper one
+    codes = codes.view(*words.shape, per_word)
+    if order[:per_word] != IN_ORDER[:per_word]:
+        codes = codes[..., order[:per_word]]
+    codes = (codes if packed_dim == 1 else codes.transpose(1, 2)).flatten(packed_dim, packed_dim + 1)
     return codes.narrow(packed_dim, start - first * per_word, stop - start)
 
 

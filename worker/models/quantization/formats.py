@@ -95,12 +95,12 @@ def _gptq(parts: Parts, scheme: WeightScheme, shape: tuple[int, ...]) -> Quantiz
     words = parts.take("qweight", _INT32, (_ceil(inputs, per_word), outputs))
     scales = parts.take("scales", _FLOATS, (num_groups, outputs))
     packed = parts.take("qzeros", _INT32, (num_groups, _ceil(outputs, per_word)))
-    zeros = unpacked(packed, bits, 1, ((0, num_groups), (0, outputs)))
+    zeros = unpacked(packed, bits, 1, ((0, num_groups), (0, outputs))).float()
     is_second_version = scheme.is_symmetric and bool((zeros == 1 << (bits - 1)).all())  # whatever the config says
     adds = int(scheme.zeros_are_less_one and not is_second_version)
     codes = PackedCodes(stored=words, bits=bits, packed_dim=0, is_transposed=True)
     groups = _groups_of(parts, "g_idx", inputs, num_groups)
-    return _weight(scheme, shape, codes, scales.T, (zeros + adds).T.float(), groups)
+    return _weight(scheme, shape, codes, scales.T, (zeros + adds).T, groups)
 
 
 def _awq(parts: Parts, scheme: WeightScheme, shape: tuple[int, ...]) -> QuantizedWeight:

@@ -61,16 +61,24 @@ class QuantizedWeight(StoredMatrix):
         codes, groups, form = self.codes.unsigned, self._unit_groups(), self.unit_form
         if codes is None or groups is None or form is None:
             raise ValueError("a weight that does not lie in units has none")
-        blocks = torch.arange(first, last)[:, None] // self.block_rows
         offsets = None
         if form.offset is Offset.ZERO_POINTS:
-            zeros = torch.zeros(()) if self.zeros is None else self.zeros[blocks, groups]
+            zeros = torch.zeros(()) if self.zeros is None else self._of_units(self.zeros, first, last, groups)
             offsets = (zeros + codes.middle).to(torch.uint8).expand(last - first, len(groups)).contiguous()
         return Units(
             codes=codes.read_unsigned((first, last), self.columns).contiguous(),
-            scales=self.scales[blocks, groups],
+            scales=self._of_units(self.scales, first, last, groups),
             offsets=offsets,
         )
+
+    def _of_units(self, grid: Tensor, first: int, last: int, groups: Tensor) -> Tensor:
+        """Values of these groups of some rows; those that follow one another are cut out, which is quick."""
+        rows = grid[first:last] if self.block_rows == 1 else grid[torch.arange(first, last) // self.block_rows]
+        if grid.shape[1] == 1:
+            return rows.expand(-1, len(groups)).contiguous()
+        start = int(groups[0])
+        follow = groups.equal(torch.arange(start, start + len(groups)))
+        return (rows[:, start : start + len(groups)] if follow else rows[:, groups]).contiguous()
 
     @property
     def code_form(self) -> CodeForm | None:
