@@ -96,6 +96,7 @@ CAUSES: Final = {
     "cached": "prefix cache: the answer from the cache differs from the computed one, and repeats itself",
     "batched": "batch size: the numbers depend on who shares the batch",
     "copies": "batch size: the numbers depend on who shares the batch",
+    "together": "batch size: the numbers depend on who shares the batch",
     "paused": "state that changes with time or eviction",
     "streamed": "streams take another path than whole answers",
     "n": "several completions of one request take another path than one",
@@ -106,7 +107,7 @@ CAUSES: Final = {
 
 def likely_cause(situation: str, gap: float | None, *, only_repetitive: bool) -> str:
     """`gap`: the largest of all differences; `only_repetitive`: only prompts that repeat themselves differ."""
-    if only_repetitive:
+    if only_repetitive and situation not in ("batched", "copies", "together"):
         return "drafts: only prompts that repeat themselves differ"
     cause = CAUSES.get(situation, "")
     if gap is None:

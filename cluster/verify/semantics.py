@@ -80,7 +80,7 @@ def _longer_prompts_count_more(subject: Subject, short: Sequence[Answer], again:
         [answer for answer in again if answer.usage],
         lambda answer: (
             f"{before[id(answer)]} once, {answer.tokens_of('prompt')} twice"
-            if (before[id(answer)] or 0) * 1.5 > (answer.tokens_of("prompt") or 0)
+            if (before[id(answer)] or 0) >= (answer.tokens_of("prompt") or 0)
             else ""
         ),
     )

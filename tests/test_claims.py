@@ -1,0 +1,60 @@
+"""The table of claims: each figure stands on its page, and each command exists with its options."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from holdfast.cluster.commands.cli import app
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "claims.md"
+ROW = re.compile(
+    r"^\| (?P<claim>[^|]+) \| `(?P<figure>[^|]+?)` \| \[.*?\]\((?P<page>.+?)\) \| `(?P<command>[^|]+?)` \| [^|]+ \|$"
+)
+ROWS = [row for line in PAGE.read_text().splitlines() if (row := ROW.match(line))]
+
+
+def plain(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_every_row_is_read():
+    assert len(ROWS) == PAGE.read_text().count("\n| ") - 1 > 20
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["claim"][:40])
+def test_a_figure_stands_on_its_page(row):
+    assert row["figure"] in plain((PAGE.parent / row["page"]).read_text())
+
+
+def problem_of(command: str) -> str:
+    """Why it cannot be run; empty: it can."""
+    program, *words = shlex.split(command)
+    if program == "holdfast":
+        app.parse_args(words, exit_on_error=False, print_error=False)
+        return ""
+    if program == "pytest":
+        missing = [word for word in words if word.startswith("tests/") and not (ROOT / word).exists()]
+        return f"no such file: {missing}" if missing else ""
+    spec = importlib.util.find_spec(words[1]) if words[:1] == ["-m"] else None
+    if spec is None or spec.origin is None:
+        return f"no such module: {words}"
+    source = Path(spec.origin).read_text()
+    missing = [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in source]
+    return f"no such options: {missing}" if missing else ""
+
+
+@pytest.mark.parametrize("command", sorted({row["command"] for row in ROWS}))
+def test_a_command_exists(command):
+    assert problem_of(command) == ""
+
+
+def test_commands_that_do_not_exist_are_found():
+    assert problem_of("python -m benchmarks.no_such_thing")
+    assert problem_of("python -m benchmarks.routing --no-such-option 3")
+    assert problem_of("pytest tests/no_such_file.py")
+    with pytest.raises(Exception, match="no-such-command"):
+        problem_of("holdfast no-such-command")
