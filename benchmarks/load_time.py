@@ -3,10 +3,11 @@
     python -m benchmarks.load_time [--gb 1.0] [--rounds 3] [--only NAME ...] [--json FILE]
 
 A llama of random bfloat16 weights, about so many GB, and its `holdfast quantize` folders. Each load is in a process of
-its own that has imported what it needs; it first reads the same files whole, into memory of its own: `ratio` is load /
-read, median of the rounds, which alternate. Files are in the page cache. `load` is all of `ModelRunner.load`: codes,
-packing, proof and self-check; `memory` is what the process has more of then, by the bytes of the files (with
-`--quantization`, of those of the quantized folder).
+its own that has imported what it needs; it first reads the same files whole, into memory of its own, with one thread:
+`ratio` is load / read, median of the rounds, which alternate. Files are in the page cache. `load` is the time until all
+weights are packed on two threads, codes made of them included; the proof and the self-check, which run the model, come
+behind it (`checked`). CPU times, of all threads, say more than the clock where others use the machine. `memory` is what
+the process has more of at the end, by the bytes of the files (with `--quantization`, of those of the quantized folder).
 """
 
 import argparse
@@ -35,41 +36,50 @@ TIMEOUT_S: Final = 300
 """Limit of one load."""
 
 LOAD: Final = """
-import json, re, sys, time
+import json, os, re, sys, time
 from pathlib import Path
 import torch
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import ModelRunner
 from holdfast.worker.executors.cpu.library import load_library
-import holdfast.worker.models.native_backend, holdfast.worker.models.proof, holdfast.worker.models.stated_layout
+import holdfast.worker.models.proof, holdfast.worker.models.stated_layout
+from holdfast.worker.models import native_backend
 
 def taken():
     rollup = Path("/proc/self/smaps_rollup").read_text()
     return sum(int(n) for n in re.findall(r"(?:Pss_Anon|Pss_Shmem): +(\\d+)", rollup)) * 1024
 
 folder, quantization = Path(sys.argv[1]), json.loads(sys.argv[2])
+def now():
+    used = os.times()
+    return time.perf_counter(), used.user + used.system
+
+def since(begun):
+    return [round(end - start, 4) for start, end in zip(begun, now())]
+
 load_library()
 torch.set_num_threads(2)
-begun = time.perf_counter()
+begun = now()
 num_bytes = 0
 for path in sorted(folder.glob("*.safetensors")):
     with path.open("rb", buffering=0) as file:
         room = bytearray(path.stat().st_size)
         num_bytes += file.readinto(room)
         del room
-read_s, before = time.perf_counter() - begun, taken()
+read, before = since(begun), taken()
 config = WorkerConfig(
     model=ModelConfig(model=str(folder), device="cpu", quantization=quantization, max_model_len=512),
     parallel=ParallelConfig(num_threads=2),
     cache=CacheConfig(num_blocks=64, block_size=16),
 )
-begun, ends = time.perf_counter(), {}
-def note(phase, *_):
-    ends[phase] = time.perf_counter() - begun
-runner = ModelRunner.load(config, SingleRank(), note, torch.device("cpu"))
-load_s = time.perf_counter() - begun
-figures = {"read_s": read_s, "load_s": load_s, "bytes": num_bytes, "memory": taken() - before, "ends": ends}
+begun, packed = now(), []
+def check(*arguments, prove=native_backend.check):
+    packed.append(since(begun))
+    return prove(*arguments)
+native_backend.check = check
+runner = ModelRunner.load(config, SingleRank(), None, torch.device("cpu"))
+figures = {"read": read, "load": packed[0], "checked": since(begun), "bytes": num_bytes, "memory": taken() - before}
 print(json.dumps(figures))
 """
 
@@ -142,6 +152,16 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
+def figures(runs: list[dict[str, Any]]) -> list[float]:
+    """Medians of reading, of loading and of their ratio: by the clock, then of CPU time."""
+    found = []
+    for kind in range(2):
+        pairs = [(run["read"][kind], run["load"][kind]) for run in runs]
+        found += [statistics.median(values) for values in zip(*pairs, strict=True)]
+        found.append(statistics.median(load / read for read, load in pairs))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0)
@@ -149,7 +169,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    table = Table("weights", "GB", "read s", "load s", "ratio", "memory / file", title=f"load {os.getloadavg()[0]:.1f}")
+    columns = ("weights", "GB", "read s", "load s", "ratio", "read CPU s", "load CPU s", "CPU ratio", "memory / file")
+    table = Table(*columns, title=f"load average {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder:
         chosen = cases(Path(folder), options.gb, options.only)
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
@@ -157,11 +178,8 @@ def main() -> None:
             for name, (loaded, _, quantization) in chosen.items():
                 runs[name].append(load_once(loaded, quantization))
         for name, (_, sized, _) in chosen.items():
-            own, size = runs[name], weight_bytes(sized)
-            medians = [statistics.median(run[part] for run in own) for part in ("read_s", "load_s")]
-            ratio = statistics.median(run["load_s"] / run["read_s"] for run in own)
-            memory = statistics.median(run["memory"] / size for run in own)
-            cells = [own[0]["bytes"] / 1e9, *medians, ratio, memory]
+            memory = statistics.median(run["memory"] for run in runs[name]) / weight_bytes(sized)
+            cells = [runs[name][0]["bytes"] / 1e9, *figures(runs[name]), memory]
             table.add_row(name, *(f"{cell:.2f}" for cell in cells))
     Console().print(table)
     if options.json:
