@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from holdfast.cluster.offline.calls import TextPrompt, TokensPrompt
     from holdfast.cluster.offline.inference_engine import InferenceEngine
     from holdfast.cluster.offline.llm import LLM
+    from holdfast.cluster.offline.lora import LoRARequest
     from holdfast.cluster.offline.outputs import BeamSearchParams, CompletionOutput, RequestMetrics, RequestOutput
     from holdfast.cluster.offline.vllm_engines import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine
     from holdfast.cluster.serve.app import build_app, build_model
@@ -48,6 +49,7 @@ __all__ = [
     "HoldingTransport",
     "InferenceEngine",
     "LLMEngine",
+    "LoRARequest",
     "OutputDelta",
     "Priority",
     "RequestMetrics",
@@ -73,6 +75,7 @@ HOMES = {  # the module of each name
     "OutputDelta": "holdfast.router.generation",
     "Client": "holdfast.cluster.client.blocking_client",
     "LLM": "holdfast.cluster.offline.llm",
+    "LoRARequest": "holdfast.cluster.offline.lora",
     "BeamSearchParams": "holdfast.cluster.offline.outputs",
     "CompletionOutput": "holdfast.cluster.offline.outputs",
     "EngineArgs": "holdfast.cluster.offline.vllm_engines",

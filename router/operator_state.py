@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Final
 
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.log_level import LogLevel, log_level
 
@@ -31,6 +32,16 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NamedAdapter:
+    """An adapter that operators have loaded under a name, or a name that they have unloaded."""
+
+    model: str
+    name: str
+    adapter: Adapter | None
+    """None: the name means nothing, also where the model's replicas were started with such an adapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorState:
     """Settings by the operators of a cluster, at one revision."""
 
@@ -45,6 +56,8 @@ class OperatorState:
     """Models and versions that will not be served again: what is bound to one that has no replica any more ends."""
     held: frozenset[str] = frozenset()
     """Applications whose replicas get nothing yet: they have just come, and are looked at first."""
+    adapters: tuple[NamedAdapter, ...] = ()
+    """One for a name at most."""
     log_level: LogLevel | None = None
     """None: as routers and replicas were started."""
 
@@ -72,6 +85,11 @@ class OperatorState:
     def with_held(self, application: str, is_held: bool) -> "OperatorState":
         return self._next(held=self.held | {application} if is_held else self.held - {application})
 
+    def with_adapter(self, model: str, name: str, adapter: Adapter | None) -> "OperatorState":
+        """Instead of what the name has meant; None: it means nothing from now on."""
+        others = tuple(one for one in self.adapters if one.name != name)
+        return self._next(adapters=(*others, NamedAdapter(model=model, name=name, adapter=adapter)))
+
     def with_log_level(self, level: str) -> "OperatorState":
         """Raises `InvalidRequestError` for a level that there is not."""
         return self._next(log_level=log_level(level))
@@ -82,7 +100,9 @@ class OperatorState:
 
 NO_OPERATOR_STATE: Final = OperatorState()
 
-_CHANGES: Final = ("with_drained", "with_pause", "with_canary", "with_retired", "with_held", "with_log_level")
+_CHANGES: Final = (
+    *("with_drained", "with_pause", "with_canary", "with_retired", "with_held", "with_adapter", "with_log_level"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class FakeReplica:
         self.step_s = step_s
         self.max_model_len = 100_000
         self.chat_template = ""
+        self.adapters: list[engine_pb2.Adapter] = []
         self.vocab_size = 256
         self.heartbeat_ms = 0
         self.frozen_after_ms = 1000
@@ -232,6 +233,7 @@ class FakeReplica:
             replica_id=self.replica_id,
             model=self.model,
             max_model_len=self.max_model_len,
+            adapters=self.adapters,
             chat_template=self.chat_template,
             vocab_size=self.vocab_size,
             tensor_parallel_size=2,

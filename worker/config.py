@@ -67,6 +67,19 @@ def parse_json(value: object) -> object:
 JsonObject = Annotated[dict[str, Any], BeforeValidator(parse_json)]
 
 
+def parse_folders(value: object) -> object:
+    """`NAME=PATH,NAME=PATH` as a mapping. Other values are left to the validator."""
+    if not isinstance(value, str):
+        return value
+    pairs = [item.partition("=") for item in value.split(",") if item.strip()]
+    if wrong := next((name for name, equals, path in pairs if not (equals and name.strip() and path.strip())), None):
+        raise ValueError(f"{wrong!r}: each must be NAME=PATH")
+    return {name.strip(): path.strip() for name, _, path in pairs}
+
+
+Folders = Annotated[dict[str, str], BeforeValidator(parse_folders)]
+
+
 class Settings(BaseModel):
     """A group of settings: immutable, and an unknown key is an error."""
 
@@ -135,6 +148,13 @@ class ModelConfig(Settings):
         description="what runs the layers; auto: the native backend where it knows the model, else the HF backend",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of dummy weights")
+    enable_lora: bool = Field(False, description="serve LoRA adapters beside the model (docs/adapters.md), on CPUs")
+    lora: Folders = Field(
+        default_factory=dict,
+        description="LoRA adapters that are served from the start: folders by the names that requests give as their "
+        "model; on the command line NAME=PATH,NAME=PATH",
+    )
+    max_loras: int = Field(16, ge=1, le=1024, description="adapters that are resident in memory at a time")
 
     @field_validator("executor", mode="before")
     @classmethod
@@ -150,6 +170,11 @@ class ModelConfig(Settings):
                 "quantization needs a checkpoint, and load_format = 'dummy' has random weights; unset one of them"
             )
         return self
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether requests may name adapters."""
+        return self.enable_lora or bool(self.lora)
 
     @property
     def config_changes(self) -> dict[str, Any]:

@@ -6,8 +6,13 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Final, Self
 
+from holdfast.worker.adapter import Adapter
+
 VERSION_LENGTH: Final = 8
 """Hexadecimal digits of a version."""
+
+_ADAPTER: Final = "lora-"
+_ADAPTER_DIGITS: Final = 16
 
 TILE_TOKENS: Final = 64
 """Executors read keys in tiles of this many positions, and the first tile that a window reaches into whole."""
@@ -97,6 +102,8 @@ class ModelInfo:
     """The chat template that its settings give; empty: the tokenizer's own."""
     release: str = ""
     """The release of the code that runs it."""
+    adapters: tuple[Adapter, ...] = ()
+    """Adapters that its settings name, by which it was started."""
     answers_digest: bytes = b""
     """Digest of the answer to a fixed question, which differs where weights or arithmetic do; empty if it was not
     asked."""
@@ -166,6 +173,20 @@ def most_tokens(num_blocks: int, block_size: int, window: Window | None) -> int:
     counts = range(num_blocks + 1)
     fitting = bisect_right(counts, num_blocks, key=lambda count: count + window.most_blocks(count * block_size))
     return (fitting - 1) * block_size
+
+
+def with_adapter(fingerprint: str, digest: str) -> str:
+    """The fingerprint of outputs with the adapter of this digest, which also ends with the version."""
+    if not digest or not fingerprint:
+        return fingerprint
+    base, version = without_version(fingerprint), version_of(fingerprint)
+    return "/".join(filter(None, (base, f"{_ADAPTER}{digest[:_ADAPTER_DIGITS]}", version)))
+
+
+def adapter_of(fingerprint: str) -> str:
+    """The first digits of the adapter's digest in a fingerprint; empty: it has none."""
+    parts = [part for part in fingerprint.split("/") if part.startswith(_ADAPTER)]
+    return parts[-1].removeprefix(_ADAPTER) if parts else ""
 
 
 def without_version(fingerprint: str) -> str:

@@ -9,6 +9,7 @@ from enum import IntEnum, StrEnum
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import MAX_WHOLE
 from holdfast.worker.sampling_params import SamplingParams
@@ -125,17 +126,6 @@ class Service:
 SERVICE_FIELDS: Final = tuple(Service.__dataclass_fields__)
 _service_values: Final = attrgetter(*SERVICE_FIELDS)
 SERVICE_TEXTS: Final = ("tenant", "cache_salt", "session_id")
-
-
-class Adapter(NamedTuple):
-    """A low-rank adapter that requests run with. Its content is what `digest` says, wherever it lies."""
-
-    name: str
-    """The name that clients use as a model's."""
-    digest: str
-    """Hexadecimal digest of its files."""
-    path: str
-    """Folder to read it from."""
 
 
 class KeptPrefix(NamedTuple):

@@ -60,6 +60,34 @@ def resume(model: Model, /, *, server: Server = _LOCAL, settings: Layer) -> int:
 
 
 @takes_settings("client")
+def add_adapter(
+    name: Annotated[str, Parameter(help="the name that requests give as their model")],
+    path: Annotated[Path, Parameter(help="the adapter's folder, as PEFT writes it; routers and replicas read it")],
+    /,
+    *,
+    model: Annotated[str, Parameter(help="the base model, where several are served")] = "",
+    replace: Annotated[bool, Parameter(help="replace another adapter of this name", negative=())] = False,
+    server: Server = _LOCAL,
+    settings: Layer,
+) -> int:
+    """Serve a LoRA adapter beside its model. It is refused by name if anything of it cannot be applied."""
+    folder = str(path.expanduser().absolute())
+    loaded = _ask(server, settings, "LoadAdapter", name=name, path=folder, model=model, replace=replace)
+    print(f"{name} is served  digest={loaded.digest}")
+    return 0
+
+
+@takes_settings("client")
+def remove_adapter(
+    name: Annotated[str, Parameter(help="the adapter's name")], /, *, server: Server = _LOCAL, settings: Layer
+) -> int:
+    """Serve a LoRA adapter no more. Requests that run keep it."""
+    _ask(server, settings, "UnloadAdapter", name=name)
+    print(f"{name} is not served any more")
+    return 0
+
+
+@takes_settings("client")
 def log_level(
     level: Annotated[str, Parameter(help="DEBUG, INFO, WARNING or ERROR")],
     /,

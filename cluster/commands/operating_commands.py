@@ -118,6 +118,24 @@ OPERATING: Final = (
         takes="NAME",
     ),
     Command(
+        name="models add-adapter",
+        target="admin:add_adapter",
+        help="Serve a LoRA adapter beside its model, under a name of its own.",
+        details=(
+            "A replica loads it and computes a token with it first: one that cannot be applied whole is refused by "
+            "name, and nothing changes. Routers and replicas read the folder, so all of them must see it."
+        ),
+        examples=("models add-adapter sql ./adapters/sql", "models add-adapter sql ./sql-2 --replace"),
+        takes="NAME PATH",
+    ),
+    Command(
+        name="models remove-adapter",
+        target="admin:remove_adapter",
+        help="Serve a LoRA adapter no more.",
+        examples=("models remove-adapter sql",),
+        takes="NAME",
+    ),
+    Command(
         name="models remove",
         target="models:remove",
         help="Remove a model from a running cluster, and wait until its replicas have ended.",

@@ -13,6 +13,7 @@ from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, Required, Typ
 
 from holdfast.cluster.call_options import ServiceOfAll, ServiceOptions
 from holdfast.cluster.offline.inference_engine import InferenceEngine, Prompt
+from holdfast.cluster.offline.lora import LoRARequest, LoRARequests, lora_of_each
 from holdfast.cluster.offline.outputs import RequestOutput
 from holdfast.cluster.offline.request_handle import RequestHandle
 from holdfast.cluster.progress_bars import progress
@@ -197,6 +198,7 @@ class Enqueued(NamedTuple):
     given: Given
     params: SamplingParams
     options: ServiceOptions
+    lora: LoRARequest | None = None
 
 
 class CallRequests(NamedTuple):
@@ -212,17 +214,19 @@ def requests_of(
     params: Sequence[SamplingParams],
     priority: Priority | int | Sequence[Priority | int] | None,
     service: ServiceOfAll,
+    lora_request: LoRARequests = None,
 ) -> list[Enqueued]:
     """One request for each prompt. Raises `InvalidRequestError`."""
     if is_list(priority) and len(priority) != len(given):
         raise InvalidRequestError("priority", len(priority), f"must be one, or {len(given)} of them")
     requests: list[Enqueued] = []
     priorities = priority if is_list(priority) else [priority] * len(given)
-    for item, one, level in zip(given, params, priorities, strict=True):
+    loras = lora_of_each(lora_request, len(given))
+    for item, one, level, lora in zip(given, params, priorities, loras, strict=True):
         options: ServiceOptions = {**service, "priority": _priority(level)}
         if item.cache_salt is not None:
             options["cache_salt"] = item.cache_salt
-        requests.append(Enqueued("", item, one, options))
+        requests.append(Enqueued("", item, one, options, lora))
     return requests
 
 
@@ -250,11 +254,15 @@ def run_together(
         with bar as report:
             while num_done < len(requests):
                 while len(handles) < len(requests):
-                    request_id, given, params, options = requests[len(handles)]
+                    request_id, given, params, options, lora = requests[len(handles)]
                     width = params.beam_width or params.num_sequences
                     if num_open and num_open + width > most:
                         break
-                    handles.append(engine.enqueue_request(given.prompt, params, request_id=request_id, **options))
+                    handles.append(
+                        engine.enqueue_request(
+                            given.prompt, params, request_id=request_id, lora_request=lora, **options
+                        )
+                    )
                     widths.append(width)
                     num_open += width
                 handles[num_done].result()
@@ -275,5 +283,6 @@ def outputs_of(requests: Sequence[Enqueued], handles: Sequence[RequestHandle]) -
     outputs = []
     for request, handle in zip(requests, handles, strict=True):
         output, text = handle.result(), request.given.text
+        output = output if request.lora is None else replace(output, lora_request=request.lora)
         outputs.append(output if text is None else replace(output, prompt=text))
     return outputs

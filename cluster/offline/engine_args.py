@@ -47,7 +47,7 @@ WITHOUT_EFFECT: Final = frozenset(
     mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode
     mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
     mm_encoder_fp8_scale_save_margin renderer_num_workers video_pruning_rate video_pruning_method mm_tensor_ipc
-    mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize max_loras max_lora_rank fully_sharded_loras
+    mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize max_lora_rank fully_sharded_loras
     max_cpu_loras lora_dtype lora_target_modules enable_tower_connector_lora specialize_active_lora
     enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels disable_chunked_mm_input
     scheduler_reserve_full_isl prefill_schedule_interval watermark aux_output_config reasoning_parser
@@ -79,7 +79,6 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "runner": ("auto", "generate"),
     "convert": ("auto", "none"),
     "task": ("auto", "generate"),
-    "enable_lora": (False,),
     "lora_modules": (None,),
     "enable_prompt_adapter": (False,),
     "enable_prompt_embeds": (False,),

@@ -16,6 +16,7 @@ from holdfast.cluster.config.chat_templates import with_template_text
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.offline.local_router import LocalRouter
+from holdfast.cluster.offline.lora import LoRARequest
 from holdfast.cluster.offline.outputs import RequestOutput
 from holdfast.cluster.offline.request_handle import Callback, RequestHandle
 from holdfast.cluster.offline.weight_folder import WeightFolder
@@ -24,6 +25,7 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.config import ModelConfig, WorkerConfig
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, RequestAbortedError
 from holdfast.worker.model_info import ModelInfo
@@ -81,6 +83,7 @@ class InferenceEngine:
         self._stopping = threading.Lock()
         self._num_updates = 0
         self._num_cache_resets = 0
+        self._adapters: dict[tuple[str, int, str], Adapter] = {}
         self._replica: Replica | None = None
         self._pid = os.getpid()
         """Process id of the process that loaded the model: a fork of it has none of its threads."""
@@ -174,11 +177,16 @@ class InferenceEngine:
         callback: Callback | None = None,
         *,
         request_id: str = "",
+        lora_request: LoRARequest | None = None,
         **service: Unpack[ServiceOptions],
     ) -> RequestHandle:
-        """Like `submit_request`, but returns at once: errors of the request also come through the handle."""
+        """Like `submit_request`, but returns at once: errors of the request also come through the handle.
+
+        With a `lora_request` it runs with that adapter. Raises `ConfigurationError` where its folder cannot be read.
+        """
         router = self._running()[1]
-        request = self._request(router, prompt, params, callback, request_id, service, is_awaited=False)
+        model = router.model if lora_request is None else self._model_with(lora_request, router)
+        request = self._request(router, prompt, params, callback, request_id, service, is_awaited=False, model=model)
         router.submit(request)
         return request
 
@@ -300,13 +308,14 @@ class InferenceEngine:
         service: ServiceOptions,
         *,
         is_awaited: bool,
+        model: str = "",
     ) -> RequestHandle:
         if callback is not None and not callable(callback):
             raise InvalidRequestError("callback", callback, "must be a function of one argument")
         number = next(self._numbers)
         request = GenerationRequest(
             prompt=prompt,  # type: ignore[arg-type]  # it becomes a tuple there
-            model=router.model,
+            model=model or router.model,
             request_id=request_id,
             sampling_params=SamplingParams() if params is None else params,
             seed_key=f"{self._seed}:{number}",
@@ -318,6 +327,18 @@ class InferenceEngine:
             request = replace(request, cache_salt=f"{self._num_cache_resets}:{request.cache_salt}")
         name = request_id or f"request-{number}"
         return RequestHandle(request, router.tokenizer, router.cancel, callback, name=name, is_awaited=is_awaited)
+
+    def _model_with(self, lora: LoRARequest, router: LocalRouter) -> str:
+        """The name by which the model runs with this adapter."""
+        if not self._config.model.serves_adapters:
+            limit = "must not be set: the engine was made without enable_lora=True"
+            raise InvalidRequestError("lora_request", lora.lora_name, limit)
+        key = (lora.lora_name, lora.lora_int_id, lora.lora_path)
+        adapter = None if lora.load_inplace else self._adapters.get(key)
+        if adapter is None:
+            adapter = self._adapters[key] = Adapter.in_folder(lora.lora_name, lora.lora_path)
+            router.add_adapter(adapter)
+        return adapter.key
 
     def _running(self) -> tuple[Replica, LocalRouter]:
         if self._replica is None or self._router is None:

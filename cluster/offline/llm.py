@@ -30,6 +30,7 @@ from holdfast.cluster.offline.calls import (
 from holdfast.cluster.offline.chat_tokenizer import ChatTokenizer
 from holdfast.cluster.offline.engine_args import WHERE, translated
 from holdfast.cluster.offline.inference_engine import InferenceEngine
+from holdfast.cluster.offline.lora import LoRARequests
 from holdfast.cluster.offline.outputs import BeamSearchOutput, BeamSearchParams, RequestOutput
 from holdfast.cluster.offline.request_handle import RequestHandle, beam_sequence
 from holdfast.cluster.offline.vllm_methods import Metric, VllmMethods, default_params, metrics_of
@@ -98,7 +99,7 @@ class LLM(VllmMethods):
         prompts: PromptInput | Sequence[PromptInput] | Sequence[int] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., object] = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: Priority | int | Sequence[Priority | int] | None = None,
         *,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
@@ -112,23 +113,20 @@ class LLM(VllmMethods):
         without parameters, `get_default_sampling_params` holds. A whole number as `priority` is vLLM's: 0 is normal,
         lower ones go first. `use_tqdm` shows a progress bar if stderr is a terminal. `service` holds for each request,
         `timeout_s` from when it is submitted: the first that runs out of time ends the call with a
-        `DeadlineExceededError`. Raises `InvalidRequestError` for a prompt that can never fit.
+        `DeadlineExceededError`. With `enable_lora=True`, `lora_request` is the adapter of all prompts, or one for each.
+        Raises `InvalidRequestError` for a prompt that can never fit, or an adapter that is refused.
         """
-        if lora_request or mm_processor_kwargs or tokenization_kwargs:
-            check_unused(
-                lora_request=lora_request,
-                mm_processor_kwargs=mm_processor_kwargs,
-                tokenization_kwargs=tokenization_kwargs,
-            )
+        if mm_processor_kwargs or tokenization_kwargs:
+            check_unused(mm_processor_kwargs=mm_processor_kwargs, tokenization_kwargs=tokenization_kwargs)
         if prompts is None or prompt_token_ids is not None:
             prompts = either_prompts(prompts, prompt_token_ids)
-        return self._run(self._requests(prompts, sampling_params, priority, service, show=bool(use_tqdm)))
+        return self._run(self._requests(prompts, sampling_params, priority, service, lora_request, show=bool(use_tqdm)))
 
     def enqueue(
         self,
         prompts: PromptInput | Sequence[PromptInput],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: Priority | int | Sequence[Priority | int] | None = None,
         use_tqdm: bool | Callable[..., object] = True,
         tokenization_kwargs: None = None,
@@ -136,13 +134,9 @@ class LLM(VllmMethods):
         **service: Unpack[ServiceOfAll],
     ) -> list[str]:
         """Notes prompts for `wait_for_completion`, which runs them. Returns their request ids. As `generate` else."""
-        if lora_request or mm_processor_kwargs or tokenization_kwargs:
-            check_unused(
-                lora_request=lora_request,
-                mm_processor_kwargs=mm_processor_kwargs,
-                tokenization_kwargs=tokenization_kwargs,
-            )
-        return self._enqueue(self._requests(prompts, sampling_params, priority, service))
+        if mm_processor_kwargs or tokenization_kwargs:
+            check_unused(mm_processor_kwargs=mm_processor_kwargs, tokenization_kwargs=tokenization_kwargs)
+        return self._enqueue(self._requests(prompts, sampling_params, priority, service, lora_request))
 
     def wait_for_completion(
         self, output_type: type[RequestOutput] | None = None, *, use_tqdm: bool | Callable[..., object] = True
@@ -158,7 +152,7 @@ class LLM(VllmMethods):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., object] = True,
-        lora_request: None = None,
+        lora_request: LoRARequests = None,
         priority: Priority | int | Sequence[Priority | int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
@@ -170,11 +164,7 @@ class LLM(VllmMethods):
         mm_processor_kwargs: None = None,
         **service: Unpack[ServiceOfAll],
     ) -> CallRequests:
-        check_unused(
-            lora_request=lora_request,
-            mm_processor_kwargs=mm_processor_kwargs,
-            tokenization_kwargs=tokenization_kwargs,
-        )
+        check_unused(mm_processor_kwargs=mm_processor_kwargs, tokenization_kwargs=tokenization_kwargs)
         given = self._chats(
             messages,
             chat_template_content_format,
@@ -185,7 +175,7 @@ class LLM(VllmMethods):
             template_kwargs=chat_template_kwargs or {},
         )
         params = self._params(sampling_params, len(given))
-        return CallRequests(requests_of(given, params, priority, service), bool(use_tqdm))
+        return CallRequests(requests_of(given, params, priority, service, lora_request), bool(use_tqdm))
 
     @takes_arguments_of(_chat_requests)
     def chat(self, requests: CallRequests) -> list[RequestOutput]:
@@ -311,12 +301,13 @@ class LLM(VllmMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Priority | int | Sequence[Priority | int] | None,
         service: ServiceOfAll,
+        lora_request: LoRARequests = None,
         *,
         show: bool = False,
     ) -> CallRequests:
         given = prompt_list(prompts)
         params = self._params(sampling_params, len(given))
-        return CallRequests(requests_of(given, params, priority, service), show)
+        return CallRequests(requests_of(given, params, priority, service, lora_request), show)
 
     def _run(self, requests: CallRequests) -> list[RequestOutput]:
         each, show = requests

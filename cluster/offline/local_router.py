@@ -17,9 +17,11 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import SendAbort, SendSubmit
 from holdfast.router.generation import OutputDelta
+from holdfast.router.requests.request_admission import ServedAdapter
 from holdfast.router.requests.request_processor import Pipeline, RequestProcessor
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.config import MAX_WHOLE, ServiceOrderConfig
 from holdfast.worker.errors import HoldfastError, ReplicaError, RequestAbortedError
 from holdfast.worker.model_info import ReplicaFacts
@@ -200,6 +202,10 @@ class LocalRouter:
         with self._gate:
             if not self._is_closed:
                 self._loop.call_soon_threadsafe(self._abort, request_id)
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        """Requests for `adapter.key` run with it from now on."""
+        self._processor.adapters.exact[adapter.key] = ServedAdapter(self.model, adapter)
 
     def update_weights(self, folder: str, version: str, *, replay: bool) -> None:
         """Puts other weights in place. Requests that run finish before, or with `replay` go on with the new ones after

@@ -6,6 +6,7 @@ Plain data.
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
+from holdfast.cluster.offline.lora import LoRARequest
 from holdfast.router.generation import RequestFigures
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
@@ -90,7 +91,8 @@ class RequestOutput:
     error: HoldfastError | None = None
     """Why a request ended without finishing. Only callbacks see it; everyone else gets it raised."""
 
-    lora_request: ClassVar[None] = None
+    lora_request: LoRARequest | None = None
+    """Adapter that it ran with."""
     encoder_prompt: ClassVar[None] = None
     encoder_prompt_token_ids: ClassVar[None] = None
     num_cache_creation_tokens: ClassVar[None] = None

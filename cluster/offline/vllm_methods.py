@@ -46,7 +46,7 @@ class Refused:
     classify = refused("classify", _TEXT_ALONE)
     score = refused("score", _TEXT_ALONE)
     reward = refused("reward", _TEXT_ALONE)
-    add_lora = refused("add_lora", "there is no LoRA")
+    add_lora = refused("add_lora", "give lora_request to generate: an adapter is loaded with its first request")
     init_weight_transfer_engine = refused("init_weight_transfer_engine", _OWN_UPDATE)
     start_weight_update = refused("start_weight_update", _OWN_UPDATE)
     start_draft_weight_update = refused("start_draft_weight_update", _OWN_UPDATE)

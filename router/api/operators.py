@@ -1,5 +1,6 @@
 """Operators' calls, whatever API they come by: who may make them, what each orders, and a state dump."""
 
+import asyncio
 import json
 import logging
 import platform
@@ -18,7 +19,8 @@ from holdfast.router.operator_state import Change, OperatorState, Pause
 from holdfast.router.overload.overload import Overload
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
-from holdfast.worker.errors import InvalidRequestError, PermissionDeniedError, ReplicaError
+from holdfast.worker.adapter import Adapter
+from holdfast.worker.errors import InvalidRequestError, NotFoundError, PermissionDeniedError, ReplicaError
 
 SendChange = Callable[[Change], Awaitable[OperatorState]]
 """Applies a change at all routers. Returns the operator state after it; raises `CallerError`, `ReplicaError`."""
@@ -102,6 +104,32 @@ class Operators:
 
     async def resume(self, model: str) -> int:
         return await self._ordered("with_pause", self._request_processor.model(model).name, None)
+
+    async def load_adapter(self, model: str, name: str, path: str, *, replaces: bool = False) -> Adapter:
+        """Serves the adapter in a folder under a name, once a replica has loaded it and computed a token with it.
+
+        Raises `InvalidRequestError` for one that is refused, or a name that means something else already, unless this
+        `replaces` it: then new requests get the new one, and those that run keep theirs.
+        """
+        processor = self._request_processor
+        base = processor.model(model)
+        if name in self._dispatch_host.dispatch.registry.statuses:
+            raise InvalidRequestError("lora_name", name, "is the name of a model that is served")
+        adapter = await asyncio.to_thread(Adapter.in_folder, name, path)
+        found = processor.adapters.find(name)
+        if found is not None and found.adapter.digest != adapter.digest and not replaces:
+            limit = f"is another adapter already ({found.adapter.digest[:16]}); replace it with load_inplace"
+            raise InvalidRequestError("lora_name", name, limit)
+        await processor.try_adapter(base.name, adapter)
+        await self._ordered("with_adapter", base.name, name, adapter)
+        return adapter
+
+    async def unload_adapter(self, name: str) -> None:
+        """The name means nothing from now on; requests that run keep their adapter."""
+        found = self._request_processor.adapters.find(name)
+        if found is None:
+            raise NotFoundError("adapter", name)
+        await self._ordered("with_adapter", found.model, name, None)
 
     async def set_log_level(self, level: str) -> int:
         return await self._ordered("with_log_level", level)

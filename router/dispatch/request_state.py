@@ -14,7 +14,7 @@ from holdfast.router.events import FRESH, CaughtUp, TextState
 from holdfast.router.generation import OutputDelta, Usage
 from holdfast.router.text.text_stream import shown_tokens, stop_reason
 from holdfast.worker.errors import InternalError
-from holdfast.worker.model_info import version_of
+from holdfast.worker.model_info import version_of, with_adapter
 from holdfast.worker.request import (
     EngineRequest,
     FinishReason,
@@ -254,10 +254,13 @@ class RequestState:
 
     def note_replica(self, replica: ReplicaState) -> None:
         """The request runs on a replica now. If it has output, only a bitwise-identical replica keeps the guarantee."""
-        is_identical = replica.facts.row_invariant and replica.fingerprint == self.fingerprint
+        fingerprint = replica.fingerprint
+        if self.request.adapter is not None:
+            fingerprint = with_adapter(fingerprint, self.request.adapter.digest)
+        is_identical = replica.facts.row_invariant and fingerprint == self.fingerprint
         if self.output_token_ids and not is_identical:
             self.replayed_without_guarantee = True
-        self.fingerprint, self.replica_id = replica.fingerprint, replica.facts.replica_id
+        self.fingerprint, self.replica_id = fingerprint, replica.facts.replica_id
 
     def _of_prompt(self, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob | None, ...]:
         """The prompt's log-probabilities by position, of which `logprobs` are the last. Raises ValueError if their

@@ -27,7 +27,7 @@ class SampledAnswer(RequestStream):
     def __init__(self, admitted: AdmittedRequest) -> None:
         super().__init__(admitted.request)
         self.admitted = admitted
-        self.model = admitted.model
+        self.model = admitted.named_model
         self.echo = admitted.echo
         """The prompt's text, with which each completion begins."""
         self.received: Sequence[OutputDelta] = ()

@@ -158,7 +158,7 @@ class BeamAnswer:
     def __init__(self, admitted: AdmittedRequest, dispatch_host: DispatchHost, tokenizer: Tokenizer) -> None:
         """The admitted request counts all deltas of the requests for candidates, and the completions last."""
         self.request = request = admitted.request
-        self.model = admitted.model
+        self.model = admitted.named_model
         self.echo = admitted.echo
         self._admitted = admitted
         self._search = BeamSearch.of(

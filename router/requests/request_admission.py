@@ -1,16 +1,16 @@
 """Request admission: the checks of a client's request, and the sequences that it becomes."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.endings import stopping
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import FRESH, CaughtUp, ModelStatus
-from holdfast.router.operator_state import Pause
+from holdfast.router.operator_state import NamedAdapter, Pause
 from holdfast.router.overload.byte_ledger import CURRENT_LEASE
 from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest
@@ -22,6 +22,7 @@ from holdfast.router.text.head_lines import HeadLine, tidied
 from holdfast.router.text.prompt import check_vocabulary
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -30,7 +31,9 @@ from holdfast.worker.errors import (
     RateLimitError,
     ReplicaError,
     UnknownModelError,
+    VersionGoneError,
 )
+from holdfast.worker.model_info import adapter_of, version_of
 from holdfast.worker.request import EngineRequest, Priority
 
 RETRY_S: Final = 5.0
@@ -78,6 +81,49 @@ class Pauses:
             await self._changed.wait()
 
 
+class ServedAdapter(NamedTuple):
+    """An adapter, and the model that it belongs to."""
+
+    model: str
+    adapter: Adapter
+
+
+class Adapters:
+    """The adapters of one router, by the names that requests give as their model."""
+
+    def __init__(self, statuses: Callable[[], Mapping[str, ModelStatus]]) -> None:
+        """`statuses`: of the models that are served, whose replicas know those that they were started with."""
+        self._statuses = statuses
+        self._named: dict[str, NamedAdapter] = {}
+        self.exact: dict[str, ServedAdapter] = {}
+        """Adapters by `Adapter.key`, for callers who mean one content, whatever its name means to others."""
+
+    def set(self, adapters: Iterable[NamedAdapter]) -> None:
+        """Sets those that operators have loaded, or unloaded."""
+        self._named = {one.name: one for one in adapters}
+
+    def find(self, name: str) -> ServedAdapter | None:
+        """The adapter of a name that is no model's; None: there is none."""
+        if (named := self._named.get(name)) is not None:
+            return None if named.adapter is None else ServedAdapter(named.model, named.adapter)
+        if (exact := self.exact.get(name)) is not None:
+            return exact
+        return next((one for one in self._of_replicas() if one.adapter.name == name), None)
+
+    def of(self, model: str) -> list[Adapter]:
+        """All of a model, by name."""
+        loaded = {one.name: one for one in self._named.values()}
+        found = {one.adapter.name: one.adapter for one in self._of_replicas() if one.model == model}
+        found |= {name: one.adapter for name, one in loaded.items() if one.model == model and one.adapter is not None}
+        gone = {name for name, one in loaded.items() if one.adapter is None or one.model != model}
+        return [adapter for name, adapter in sorted(found.items()) if name not in gone]
+
+    def _of_replicas(self) -> Iterator[ServedAdapter]:
+        for model, status in self._statuses().items():
+            for adapter in status.facts.adapters:
+                yield ServedAdapter(model, adapter)
+
+
 OPEN_RETRY_S: Final = 1.0
 """When to come again where a tenant has as many open requests as it may have."""
 
@@ -106,6 +152,8 @@ class RequestAdmission:
         self._overload = overload
         self.is_closed = False
         """New requests are refused."""
+        registry = dispatch_host.dispatch.registry
+        self.adapters = Adapters(lambda: registry.statuses)
         self.pauses = Pauses(limits.max_queued)
         """Which models take no new requests for now."""
 
@@ -134,6 +182,8 @@ class RequestAdmission:
         models = self._models_of(caller)
         if not name and len(models) == 1:
             return models[0]
+        if (served := self.adapters.find(name)) is not None and served.model in dispatch.registry.statuses:
+            return dispatch.registry.statuses[served.model]
         if dispatch.is_unknown_sleeper(name):
             raise ReplicaError(f"model {name!r} was at rest; it is being started")
         if not models:
@@ -165,7 +215,10 @@ class RequestAdmission:
         if request.chat is not None:
             chat, head_lines = tidied(request.chat, self._head_line_rules)
             request = request if chat is request.chat else replace(request, chat=chat)
+        served = None if request.model in ("", model.name) else self.adapters.find(request.model)
         engine_request = await self._tokenizers.engine_request(request, model, self._limits)
+        if served is not None:
+            engine_request = replace(engine_request, adapter=served.adapter)
         if caller.rates is not None:
             caller.took_tokens(len(engine_request.prompt_token_ids), now)
         has_echo = engine_request.sampling_params.echo
@@ -211,6 +264,7 @@ class RequestAdmission:
     async def _resumed(
         self, admitted: AdmittedRequest, sibling: EngineRequest, text: TextStream, resume: ResumeRecord
     ) -> tuple[EngineRequest, CaughtUp]:
+        _check_adapter(sibling, resume)
         index, facts = sibling.sequence_index, admitted.facts
         received = resume.sequence(index).token_ids
         field, num_prompt_tokens = f"resume.sequences[{index}].token_ids", len(sibling.prompt_token_ids)
@@ -230,6 +284,15 @@ class RequestAdmission:
     def check_open(self) -> None:
         if self.is_closed:
             raise stopping()
+
+
+def _check_adapter(request: EngineRequest, resume: ResumeRecord) -> None:
+    """Raises `VersionGoneError` where the output that the client has comes from another adapter than the name's."""
+    before, now = adapter_of(resume.fingerprint), request.adapter_digest
+    if resume.fingerprint and (not now.startswith(before) if before else bool(now)):
+        name = request.adapter.name if request.adapter is not None else "the model alone"
+        reason = f"{name} is another adapter now than the one that began the answer"
+        raise VersionGoneError(name, f"lora-{before}" if before else version_of(resume.fingerprint), reason)
 
 
 def _check_room(field: str, num_received: int, num_prompt_tokens: int, max_model_len: int) -> None:

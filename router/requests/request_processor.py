@@ -23,7 +23,7 @@ from holdfast.router.request import GenerationRequest, check_text, naming
 from holdfast.router.requests.answer import OpenAnswers, SampledAnswer
 from holdfast.router.requests.beam_search import BeamAnswer
 from holdfast.router.requests.poison_watch import CURRENT_READING
-from holdfast.router.requests.request_admission import Pauses, RequestAdmission
+from holdfast.router.requests.request_admission import Adapters, Pauses, RequestAdmission, ServedAdapter
 from holdfast.router.requests.request_stats import AdmittedRequest, RequestStats
 from holdfast.router.requests.session_book import SessionBook
 from holdfast.router.requests.tracing import RequestTracer
@@ -34,12 +34,14 @@ from holdfast.router.text.prompt import check_vocabulary
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.router.tools.chat_style import ChatStyle
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import (
     DeadlineExceededError,
     InvalidRequestError,
 )
 from holdfast.worker.request import Priority
+from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -109,6 +111,21 @@ class RequestProcessor:
     def pauses(self) -> Pauses:
         """Which models take no new requests for now."""
         return self._admission.pauses
+
+    @property
+    def adapters(self) -> Adapters:
+        """Adapters, by the names that requests give as their model."""
+        return self._admission.adapters
+
+    async def try_adapter(self, model: str, adapter: Adapter) -> None:
+        """Has a replica load an adapter and compute a token with it. Raises `InvalidRequestError` if it is refused."""
+        self.adapters.exact[adapter.key] = ServedAdapter(model, adapter)
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        try:
+            async with self.open(GenerationRequest(prompt=(0,), model=adapter.key, sampling_params=params)) as answer:
+                await answer.outputs(None)
+        finally:
+            self.adapters.exact.pop(adapter.key, None)
 
     def models(self) -> tuple[ModelStatus, ...]:
         """Models that the caller may use."""
@@ -278,8 +295,9 @@ class RequestProcessor:
         return bool(self._tokenizers[model].chat_templates)
 
     def tokenizer(self, model: str) -> Tokenizer:
-        """Tokenizer of a served model."""
-        return self._tokenizers[model]
+        """Tokenizer of a served model, or of the base of an adapter."""
+        served = self.adapters.find(model)
+        return self._tokenizers[model if served is None else served.model]
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included. Raises `HoldfastError`."""

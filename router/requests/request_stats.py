@@ -146,6 +146,8 @@ class AdmittedRequest:
         """
         self.request = request
         self.model = model.name
+        self.named_model = model.name if request.adapter is None else request.adapter.name
+        """Name that the client knows: the adapter's, if it runs with one."""
         self.facts = model.facts
         self._caller = caller
         self.deadline = deadline

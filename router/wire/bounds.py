@@ -171,6 +171,8 @@ _CONTROL: Final[Bounds] = {
     "holdfast.v1.UndrainRequest": {"replica_id": _NAME},
     "holdfast.v1.PauseRequest": {"model": _NAME},
     "holdfast.v1.ResumeRequest": {"model": _NAME},
+    "holdfast.v1.LoadAdapterRequest": dict.fromkeys(("name", "path", "model"), _NAME),
+    "holdfast.v1.UnloadAdapterRequest": {"name": _NAME},
     "holdfast.v1.SetLogLevelRequest": {"level": _NAME},
     "holdfast.v1.AddModel": {"settings": _SETTINGS},
     "holdfast.v1.UpdateModel": {"model": _NAME, "settings": _SETTINGS},

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Final, TypeVar
 
+from holdfast.worker.engine.adapters import AdapterDesk, AdapterOrders
 from holdfast.worker.engine.block_mover import MoverEvents
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine_core import EngineCore
@@ -198,6 +199,19 @@ class Engine:
     def forget_cache(self) -> None:
         """Empties the prefix cache. On the engine's thread only, while no request is open."""
         self._core.forget_cache()
+
+    def serve_adapters(self, num_slots: int, orders: AdapterOrders) -> None:
+        """Serves requests with adapters, so many of which are resident at a time. Before the start."""
+
+        def later(ticket: int) -> Callable[[], None]:
+            return lambda: self._inbox.put_unless_closed(lambda: self._take_adapter(ticket))
+
+        slots, in_use = self._core.scheduler.adapter_slots, self._core.adapters_in_use
+        self._core.adapters = AdapterDesk(num_slots, slots, in_use, orders.fetch, orders.take, later)
+
+    def _take_adapter(self, ticket: int) -> None:
+        self._land()
+        self._core.adapter_loaded(ticket)
 
     def put_below(self, tier: BlockTier) -> MoverEvents:
         """Gives the cache a store below it, before the start; what its mover is to call."""

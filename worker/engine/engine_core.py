@@ -12,11 +12,12 @@ from typing import Final, NamedTuple
 
 from holdfast.worker.block_hash import root_hash
 from holdfast.worker.cache.block_pool import CacheFeed
+from holdfast.worker.engine.adapters import AdapterDesk, Waiting
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.request_guards import NonFiniteGuard, NumbersCheck, Suspects, no_numbers
 from holdfast.worker.engine.restores import Restore
-from holdfast.worker.errors import DeadlineExceededError, HoldfastError
-from holdfast.worker.request import EngineLoad, EngineRequest, TokenDelta
+from holdfast.worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.scheduler.acceptance import DropReason
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import StepPlan, StepResult
@@ -100,6 +101,8 @@ class EngineCore:
         self.tier: BlockTier | None = None
         """Block tier, if the cache has a block store below it. Set before any request comes."""
         self._held: dict[Hashable, _Held] = {}
+        self.adapters: AdapterDesk | None = None
+        """Desk of adapters, where they are served. Set before any request comes."""
         self._in_doubt: list[Hashable] = []
         """Attempts without finite logits, which fail if the replica turns out to be well."""
         self._counts = scheduler.counts
@@ -132,6 +135,8 @@ class EngineCore:
         self._feeds.pop(listener, None)
         for attempt in [attempt for attempt, held in self._held.items() if held.listener is listener]:
             self._take_held(attempt)
+        for attempt in [attempt for attempt, one in self._awaiting.items() if one.listener is listener]:
+            del self._awaiting[attempt]
         for attempt in [attempt for attempt, owner in self._owners.items() if owner is listener]:
             self.abort(attempt)
 
@@ -153,14 +158,48 @@ class EngineCore:
         `attempt` is the key that the request is known by from here on, None its own id.
         """
         attempt = request.request_id if attempt is None else attempt
+        if request.adapter is not None and not self._has_adapter(request, listener, now, attempt):
+            return
         if self.tier is not None and listener is self.numbers_check:
-            self.tier.leave_out(root_hash(request.cache_salt, request.tenant))
+            self.tier.leave_out(root_hash(request.cache_salt, request.tenant, request.adapter_digest))
         if attempt in self._held:
             self._release(attempt)
         elif self.tier is not None and (restore := self.tier.restores.restore_for(request, now)) is not None:
             self._held[attempt] = _Held(request, listener, now, restore)
             return
         self._submit(request, listener, now, attempt)
+
+    def _has_adapter(self, request: EngineRequest, listener: StepListener, now: float, attempt: Hashable) -> bool:
+        """Whether the adapter of a request is resident; if it is not, the request waits for it, or is refused."""
+        assert request.adapter is not None
+        if self.adapters is None:
+            limit = "this replica serves no adapters (model.enable_lora)"
+            self._refuse(attempt, InvalidRequestError("model", request.adapter.name, limit), listener)
+            return False
+        if self.adapters.is_ready(request.adapter):
+            return True
+        self.adapters.hold(attempt, Waiting(request, listener, now))
+        return False
+
+    @property
+    def _awaiting(self) -> dict[Hashable, Waiting]:
+        """Requests that wait for their adapters."""
+        return {} if self.adapters is None else self.adapters.waiting
+
+    def adapters_in_use(self) -> set[str]:
+        """Digests of the adapters of open requests, those that wait for their prefix among them."""
+        return self.scheduler.adapters_in_use() | {held.request.adapter_digest for held in self._held.values()}
+
+    def adapter_loaded(self, ticket: int) -> None:
+        """A load of an adapter is over: between two steps, those who waited for it go on, or are refused."""
+        assert self.adapters is not None
+        ready, failure = self.adapters.loaded(ticket)
+        for attempt, one in ready:
+            if failure is None:
+                self.submit(one.request, one.listener, one.arrived_s, attempt)
+            else:
+                self._refuse(attempt, failure, one.listener)
+        self.adapters.advance()
 
     def _submit(
         self, request: EngineRequest, listener: StepListener, now: float, attempt: Hashable, num_disk_tokens: int = 0
@@ -197,15 +236,34 @@ class EngineCore:
         """Ends a request; its last delta says `ABORT`. Unknown keys are ignored."""
         if attempt in self._held:
             self._release(attempt)
+        if attempt in self._awaiting:
+            self._end_awaiting(attempt)
+            return
         delta = self.scheduler.abort(attempt)
         if delta is not None:
             self._keep([delta])
+            self._note_ended()
         elif attempt in self._in_doubt:
             self._in_doubt.remove(attempt)
             self._reject(attempt, no_numbers())
 
+    def _end_awaiting(self, attempt: Hashable) -> None:
+        """Ends a request that waits for its adapter, as if it had been aborted while it waited for a slot."""
+        one = self._awaiting.pop(attempt)
+        output_queue = self._output_queues.get(one.listener)
+        if output_queue is not None:
+            num_tokens = len(one.request.output_token_ids)
+            output_queue.deltas.append(TokenDelta(attempt, num_tokens, (), FinishReason.ABORT))
+
+    def _note_ended(self) -> None:
+        """A request has ended: its adapter may give way to one that waits for a slot."""
+        if self.adapters is not None and self.adapters.has_full:
+            self.adapters.advance()
+
     def abort_all(self) -> None:
         """`abort` for every request."""
+        for attempt in list(self._awaiting):
+            self._end_awaiting(attempt)
         for attempt in list(self._held):
             self._release(attempt)
         self._keep(self.scheduler.abort_all())
@@ -255,7 +313,10 @@ class EngineCore:
             self._reject_dropped(has_others=bool(deltas))
         if deltas and self._non_finite_guard.in_a_row:
             self._non_finite_guard.settle()
-        return self._keep(deltas)
+        num_tokens = self._keep(deltas)
+        if self.adapters is not None:
+            self._note_ended()
+        return num_tokens
 
     def _reject_dropped(self, *, has_others: bool = False) -> None:
         """Rejects what the scheduler has dropped; `has_others`: other requests got tokens in the step that dropped

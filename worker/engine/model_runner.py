@@ -11,11 +11,14 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
+from holdfast.worker.engine.adapters import AdapterOrders, RankAdapters
 from holdfast.worker.engine.grammar_masks import GrammarMasks, WaitedMasks
 from holdfast.worker.engine.rank_orders import (
+    ADAPTER_ORDERS,
     BLOCK_ORDERS,
     Order,
     RankMover,
@@ -27,9 +30,11 @@ from holdfast.worker.engine.rank_orders import (
 from holdfast.worker.engine.self_check import SelfCheck
 from holdfast.worker.engine.step_results import dead_ends, fitting, prompts_of, sampled_result, step_result
 from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError, UnsupportedModelError
+from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.mapped_files import trim_heap
 from holdfast.worker.executors.step_sampler import ChosenLogprobs, HeadOutput, OverlappingSampler, StepSampler
 from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.models.adapter_places import AdapterPlaces
 from holdfast.worker.models.backend import BlockCache
 from holdfast.worker.models.checks import first_line
 from holdfast.worker.models.loading import LoadedModel, check_same_model, load_model, reloaded_config
@@ -37,6 +42,8 @@ from holdfast.worker.models.memory import WAYS_OUT, is_failed_allocation, memory
 from holdfast.worker.models.model import choose_device
 from holdfast.worker.models.native_backend import NativeBackend, OverlappingExecutor
 from holdfast.worker.models.next_token import NextTokenLayer
+from holdfast.worker.models.stated_layout import stated_config_of
+from holdfast.worker.models.weights import model_folder
 from holdfast.worker.process_memory import readable_bytes
 from holdfast.worker.progress import ProgressCounter, Report
 from holdfast.worker.step_plan import StepPlan, StepResult, draws_of, plain_draws_of
@@ -70,6 +77,8 @@ class ModelRunner:
         self._group = group
         self._device = device
         self._entered_by: int | None = None
+        self.adapters: RankAdapters | None = None
+        """Loads adapters, where they are served."""
         self.mover: RankMover | None = None
         """Copies blocks to the store below the cache and back, where there is one."""
 
@@ -105,11 +114,41 @@ class ModelRunner:
         if not row_invariant:
             logger.warning("on this machine a token's last bits depend on its batch: replays may differ")
         runner.info = replace(loaded.info, row_invariant=row_invariant)
+        if config.model.serves_adapters:
+            runner.adapters = RankAdapters(*runner._adapter_parts(), group)
+            runner.info = replace(runner.info, adapters=runner._first_adapters(runner.adapters))
         memory = loaded.backend.block_memory() if isinstance(loaded.backend, NativeBackend) else None
         runner.mover = RankMover.of(config, runner.info, memory, group)
         if runner.mover is not None and group.rank > 0:
             runner.mover.start()
         return runner
+
+    def _adapter_parts(self) -> tuple[Callable[[], CpuExecutor], AdapterPlaces]:
+        """The executor that adapters are packed for, and their places. Raises `ConfigurationError` if there is none."""
+        backend, config = self.backend, self._config.model
+        executor = backend.executor if isinstance(backend, NativeBackend) else None
+        if not isinstance(executor, CpuExecutor):
+            raise ConfigurationError(
+                "model.enable_lora = True: adapters are served by the native backend on CPUs alone, and this model "
+                f"runs on {'the HF backend' if executor is None else self._device.type}"
+            )
+        stated = stated_config_of(config, model_folder(config))
+
+        def current() -> CpuExecutor:
+            assert isinstance(self.backend, NativeBackend)
+            assert isinstance(self.backend.executor, CpuExecutor)
+            return self.backend.executor
+
+        return current, AdapterPlaces(stated, self._group)
+
+    def _first_adapters(self, adapters: RankAdapters) -> tuple[Adapter, ...]:
+        """Adapters that the settings name, each of which was read and packed once: what is wrong ends the start."""
+        found = []
+        for name, path in self._config.model.lora.items():
+            adapter = Adapter.in_folder(name, path)
+            adapters.load(adapter)
+            found.append(adapter)
+        return tuple(found)
 
     def reload(self, folder: str, version: str) -> None:
         """Takes the weights of another folder, of a model that differs from this one in nothing else. All ranks call
@@ -134,7 +173,7 @@ class ModelRunner:
         if self.mover is not None and fresh.mover is not None:
             self.mover.hand_over_to(fresh.mover)
             self.mover = fresh.mover
-        self.info = replace(fresh.info, path=self.info.path, weights_version=version)
+        self.info = replace(fresh.info, path=self.info.path, weights_version=version, adapters=self.info.adapters)
         self.progress.follow(lambda: fresh.backend.progress.count)
         old.close()
 
@@ -312,6 +351,11 @@ class LeaderRunner:
         runner = self._runner
         return None if runner.mover is None else RankMovers(lambda: runner.mover, self._group)
 
+    def adapter_orders(self) -> AdapterOrders | None:
+        """Orders to load adapters on all ranks, where they are served."""
+        adapters = self._runner.adapters
+        return None if adapters is None else AdapterOrders(adapters, self._group)
+
     def keep_alive(self) -> None:
         """Tells idle followers that the leader is alive."""
         self._group.broadcast(number_message(Order.KEEP_ALIVE))
@@ -329,6 +373,8 @@ def follow(runner: ModelRunner, group: TensorParallelGroup) -> None:
             _follow_reload(runner, message)
         elif message[0] in BLOCK_ORDERS and runner.mover is not None:
             runner.mover.carry_out(message)
+        elif message[0] in ADAPTER_ORDERS and runner.adapters is not None:
+            runner.adapters.carry_out(message)
         elif message[0] != Order.KEEP_ALIVE:
             runner.take_part(StepBatch.unpack(message))
 

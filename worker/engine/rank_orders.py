@@ -46,6 +46,10 @@ class Order(IntEnum):
     """A ticket, the blocks of a piece and the names of blocks to read from the store follow."""
     TAKE = -5
     """A ticket, copies of slots, and the places of its next piece follow."""
+    FETCH_ADAPTER = -6
+    """A ticket and an adapter to load follow."""
+    TAKE_ADAPTER = -7
+    """A ticket and the slot to put it in follow."""
 
 
 def number_message(number: int) -> Message:
@@ -65,6 +69,7 @@ def read_reload(message: Message) -> tuple[str, str]:
 
 
 BLOCK_ORDERS: Final = (Order.STORE, Order.FETCH, Order.TAKE)
+ADAPTER_ORDERS: Final = (Order.FETCH_ADAPTER, Order.TAKE_ADAPTER)
 
 
 class RankMover:

@@ -3,7 +3,6 @@
 Both files are read once, and the digest is of what was read: what is applied later is what was hashed.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -15,18 +14,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from holdfast.worker.adapter import CONFIG, WEIGHTS, check_adapter_name, check_weights_are_there, digest_of
 from holdfast.worker.errors import ConfigurationError
 
-CONFIG: Final = "adapter_config.json"
-WEIGHTS: Final = "adapter_model.safetensors"
 MAX_RANK: Final = 256
 MAX_BYTES: Final = 8 << 30
 """Largest file of weights that is read."""
 MAX_PATTERN: Final = 2000
 
-_PICKLES: Final = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]*(/[A-Za-z0-9][A-Za-z0-9._:@+-]*)*")
-_MAX_NAME: Final = 200
 _TENSOR: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 
 _HARMLESS: Final = frozenset(
@@ -82,32 +77,20 @@ class AdapterFolder:
         return sorted(name for name in known if name not in self.modules and _matches(self.targets, name))
 
 
-def check_adapter_name(name: str) -> None:
-    """Raises `ConfigurationError` for a name that is no model's: an empty or a long one, one that reads as a path."""
-    if len(name) > _MAX_NAME or not _NAME.fullmatch(name) or ".." in name:
-        raise ConfigurationError(
-            f"lora_name = {name[:_MAX_NAME]!r}: must be 1 to {_MAX_NAME} letters, digits, . _ : @ + -, in parts with "
-            "/ between them, none of which begins with a dot or has two in a row"
-        )
-
-
 def read_adapter(name: str, path: str) -> AdapterFolder:
     """Reads and checks a folder. Raises `ConfigurationError` that names the adapter and what is wrong with it."""
     check_adapter_name(name)
     given, folder = f"adapter {name} in {path}", Path(path)
     config_bytes = _read(given, folder / CONFIG, 1 << 20)
-    if not (folder / WEIGHTS).is_file() and (pickles := [one for one in _PICKLES if (folder / one).is_file()]):
-        what = f"{pickles[0]} is a pickle, which may run any code when it is read"
-        raise ConfigurationError(f"{given}: {what}; save the adapter as {WEIGHTS}")
+    check_weights_are_there(given, folder)
     weights = _read(given, folder / WEIGHTS, MAX_BYTES)
     config = _object(given, config_bytes)
     _check_fields(given, config)
-    digest = hashlib.sha256(hashlib.sha256(config_bytes).digest() + hashlib.sha256(weights).digest()).hexdigest()
     targets = config.get("target_modules")
     found = AdapterFolder(
         given=given,
         base=str(config.get("base_model_name_or_path") or ""),
-        digest=digest,
+        digest=digest_of([config_bytes], [weights]),
         targets=targets if isinstance(targets, str) else tuple(targets or ()),
         modules=_modules(given, config, weights),
     )

@@ -41,8 +41,7 @@ def read_stated(
     must run it, where an error shows too. On CPUs shares of ranks may be unequal.
     """
     try:
-        raw = {**served_config(read_json(folder / "config.json"), folder), **config.config_changes}
-        stated = read_stated_config(raw, config.hf_overrides)
+        stated = stated_config_of(config, folder)
         facts = facts_of(stated, folder, config.max_model_len)
         if device.type != "cpu":
             check_heads(stated, group.size)
@@ -51,6 +50,12 @@ def read_stated(
         return stated_layout(stated, tensors, group, dtype, kept_form(config, device.type, dtype)), facts
     except (NotStated, ConfigurationError, UnsupportedModelError) as reason:
         return str(reason)
+
+
+def stated_config_of(config: ModelConfig, folder: Path) -> Any:
+    """The folder's config.json with the changes of the settings. Raises as `read_stated_config`."""
+    raw = {**served_config(read_json(folder / "config.json"), folder), **config.config_changes}
+    return read_stated_config(raw, config.hf_overrides)
 
 
 def stated_layout(

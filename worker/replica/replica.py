@@ -162,6 +162,8 @@ class Replica:
         )
         if (movers := leader.movers()) is not None:
             _put_below(engine, scheduler, movers, tuner, info)
+        if (orders := leader.adapter_orders()) is not None:
+            engine.serve_adapters(config.model.max_loras, orders)
         replica = cls(info, engine, leader, group, ranks, config.health)
         try:
             replica._begin()

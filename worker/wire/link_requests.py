@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Final, TypeVar
 
 from holdfast.v1 import engine_pb2
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.errors import (
     InvalidRequestError,
 )
@@ -50,6 +51,7 @@ def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkReque
         cache_marks=[
             engine_pb2.CacheMark(num_tokens=kept.num_tokens, ttl_s=kept.ttl_s) for kept in request.cache_marks
         ],
+        adapter=None if request.adapter is None else engine_pb2.Adapter(**request.adapter._asdict()),
     )
     return engine_pb2.LinkRequest(submit=submit)
 
@@ -98,6 +100,7 @@ LINK_BOUNDS: Final[Bounds] = {
         "bad_words": Bound(count=2**14),
         "grammar": Bound(size=2**24),
     },
+    "holdfast.v1.Adapter": dict.fromkeys(("name", "digest", "path"), _NAME),
     "holdfast.v1.TokenSequence": {"ids": Bound(count=2**20)},
     "holdfast.v1.SetLogLevel": {"level": _NAME},
 }
@@ -139,11 +142,18 @@ def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> Eng
         cache_ttl_s=submit.cache_ttl_s,
         cache_prefix_tokens=submit.cache_prefix_tokens,
         cache_marks=tuple([KeptPrefix(mark.num_tokens, mark.ttl_s) for mark in submit.cache_marks]),
+        adapter=_adapter(submit.adapter) if submit.HasField("adapter") else None,
     )
     if request.sampling_params.seed is None:  # clients' -1, which routers replace
         raise InvalidRequestError("sampling_params.seed", params.seed, "must be at least 0 on a link")
     _check_vocabulary(request, vocab_size)
     return request
+
+
+def _adapter(message: engine_pb2.Adapter) -> Adapter:
+    if not (message.name and message.digest and message.path):
+        raise InvalidRequestError("adapter", message.name, "must have a name, a digest and a path")
+    return Adapter(message.name, message.digest, message.path)
 
 
 def _member(kind: type[Kind], field: str, number: int) -> Kind:

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Final
 
 from holdfast.v1 import engine_pb2
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.errors import (
     CapacityError,
     DeadlineExceededError,
@@ -54,6 +55,7 @@ _FINISH_CODES: Final[Mapping[FinishReason | None, int]] = {
 }
 _FINISH_REASONS: Final = {code: reason for reason, code in _FINISH_CODES.items()}
 _INFO_NAMES: Final = tuple(item.name for item in fields(ModelInfo))
+_OWN_FORM: Final = ("eos_token_ids", "adapters")
 _LOAD_NAMES: Final = tuple(item.name for item in fields(EngineLoad))
 _STATS_NAMES: Final = tuple(item.name for item in fields(EngineStats))
 _COUNTS: Final = ("max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks")
@@ -83,8 +85,9 @@ def hello_message(hello: Hello) -> engine_pb2.LinkResponse:
         load=_load_message(hello.load),
         heartbeat_ms=round(1000 * hello.heartbeat_s),
         frozen_after_ms=round(1000 * hello.frozen_after_s),
-        **{name: getattr(facts, name) for name in _INFO_NAMES if name != "eos_token_ids"},
+        **{name: getattr(facts, name) for name in _INFO_NAMES if name not in _OWN_FORM},
         eos_token_ids=sorted(facts.eos_token_ids),
+        adapters=[engine_pb2.Adapter(**adapter._asdict()) for adapter in facts.adapters],
     )
     return engine_pb2.LinkResponse(hello=message)
 
@@ -271,9 +274,11 @@ def read_response(message: engine_pb2.LinkResponse | None) -> Hello | StepUpdate
 
 def _hello(hello: engine_pb2.Hello) -> Hello:
     _check_hello(hello)
-    known = {name: getattr(hello, name) for name in _INFO_NAMES if name != "eos_token_ids"}
+    known = {name: getattr(hello, name) for name in _INFO_NAMES if name not in _OWN_FORM}
+    adapters = tuple(Adapter(one.name, one.digest, one.path) for one in hello.adapters)
+    eos = frozenset(hello.eos_token_ids)
     return Hello(
-        facts=ReplicaFacts(replica_id=hello.replica_id, eos_token_ids=frozenset(hello.eos_token_ids), **known),
+        facts=ReplicaFacts(replica_id=hello.replica_id, eos_token_ids=eos, adapters=adapters, **known),
         load=_engine_load(hello.load),
         heartbeat_s=hello.heartbeat_ms / 1000,
         frozen_after_s=hello.frozen_after_ms / 1000,

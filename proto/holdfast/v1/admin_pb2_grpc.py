@@ -60,6 +60,16 @@ class AdminServiceStub(object):
                 request_serializer=holdfast_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/holdfast.v1.AdminService/LoadAdapter',
+                request_serializer=holdfast_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/holdfast.v1.AdminService/UnloadAdapter',
+                request_serializer=holdfast_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.DumpState = channel.unary_unary(
                 '/holdfast.v1.AdminService/DumpState',
                 request_serializer=holdfast_dot_v1_dot_admin__pb2.DumpStateRequest.SerializeToString,
@@ -116,6 +126,20 @@ class AdminServiceServicer(object):
 
     def SetLogLevel(self, request, context):
         """SetLogLevel changes what routers and replicas log.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadAdapter(self, request, context):
+        """LoadAdapter serves an adapter under a name of its own, once a replica has loaded it and computed a token with it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """UnloadAdapter ends that. Requests that run keep their adapter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +202,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.SetLogLevel,
                     request_deserializer=holdfast_dot_v1_dot_admin__pb2.SetLogLevelRequest.FromString,
                     response_serializer=holdfast_dot_v1_dot_admin__pb2.SetLogLevelResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=holdfast_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=holdfast_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'DumpState': grpc.unary_unary_rpc_method_handler(
                     servicer.DumpState,
@@ -336,6 +370,60 @@ class AdminService(object):
             '/holdfast.v1.AdminService/SetLogLevel',
             holdfast_dot_v1_dot_admin__pb2.SetLogLevelRequest.SerializeToString,
             holdfast_dot_v1_dot_admin__pb2.SetLogLevelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.AdminService/LoadAdapter',
+            holdfast_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            holdfast_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.AdminService/UnloadAdapter',
+            holdfast_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            holdfast_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,20 @@ class AdminServicer:
     ) -> admin_pb2.SetLogLevelResponse:
         return admin_pb2.SetLogLevelResponse(revision=await self._checked(context).set_log_level(message.level))
 
+    async def LoadAdapter(
+        self, message: admin_pb2.LoadAdapterRequest, context: Context
+    ) -> admin_pb2.LoadAdapterResponse:
+        adapter = await self._checked(context).load_adapter(
+            message.model, message.name, message.path, replaces=message.replace
+        )
+        return admin_pb2.LoadAdapterResponse(digest=adapter.digest)
+
+    async def UnloadAdapter(
+        self, message: admin_pb2.UnloadAdapterRequest, context: Context
+    ) -> admin_pb2.UnloadAdapterResponse:
+        await self._checked(context).unload_adapter(message.name)
+        return admin_pb2.UnloadAdapterResponse()
+
     async def DumpState(self, message: admin_pb2.DumpStateRequest, context: Context) -> admin_pb2.DumpStateResponse:
         return admin_pb2.DumpStateResponse(json=self._checked(context).dump())
 

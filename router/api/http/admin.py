@@ -51,6 +51,23 @@ class LogLevelBody(OrderBody):
     level: str
 
 
+class LoadAdapterBody(OrderBody):
+    """The folder of an adapter, and the name that requests give as their model; `model` is the base's, if there are
+    several. `load_inplace` replaces another adapter of that name."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    model: str = ""
+
+
+class UnloadAdapterBody(OrderBody):
+    """Name of an adapter; the number that vLLM has is not read."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
 class AdminEndpoints:
     """The endpoints, for the application's table of routes."""
 
@@ -61,6 +78,8 @@ class AdminEndpoints:
         "/admin/pause": (PauseBody, "New requests of a model wait, or are refused."),
         "/admin/resume": (ResumeBody, "A paused model goes on."),
         "/admin/log-level": (LogLevelBody, "How much routers and replicas log."),
+        "/v1/load_lora_adapter": (LoadAdapterBody, "An adapter is served under a name of its own."),
+        "/v1/unload_lora_adapter": (UnloadAdapterBody, "An adapter's name means nothing any more."),
     }
 
     def __init__(
@@ -73,29 +92,45 @@ class AdminEndpoints:
 
     def routes(self) -> list[tuple[str, str, Endpoint]]:
         """Method, path and endpoint of each."""
-        orders: dict[str, Callable[[Any, str], Awaitable[int]]] = {
+        orders: dict[str, Callable[[Any, str], Awaitable[int | str]]] = {
             "/admin/replicas/{replica_id}/drain": lambda _, replica_id: self._operators.drain(replica_id),
             "/admin/replicas/{replica_id}/undrain": lambda _, replica_id: self._operators.undrain(replica_id),
             "/admin/replicas/{replica_id}/kill": lambda _, replica_id: self._operators.kill(replica_id),
             "/admin/pause": lambda body, _: self._operators.pause(body.model, body.refuse),
             "/admin/resume": lambda body, _: self._operators.resume(body.model),
             "/admin/log-level": lambda body, _: self._operators.set_log_level(body.level),
+            "/v1/load_lora_adapter": lambda body, _: self._load_adapter(body),
+            "/v1/unload_lora_adapter": lambda body, _: self._unload_adapter(body),
         }
         posts = [("POST", path, self._order(self.bodies[path][0], order)) for path, order in orders.items()]
         return [*posts, ("GET", "/admin/state", self.state)]
+
+    async def _load_adapter(self, body: LoadAdapterBody) -> str:
+        name = body.lora_name
+        await self._operators.load_adapter(body.model, name, body.lora_path, replaces=body.load_inplace)
+        return f"Success: LoRA adapter '{name}' added successfully."
+
+    async def _unload_adapter(self, body: UnloadAdapterBody) -> str:
+        await self._operators.unload_adapter(body.lora_name)
+        return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
     async def state(self, request: Request) -> ASGIApp:
         self._operators.check(_not_local(request))
         return Response(self._operators.dump(), media_type=JSON)
 
-    def _order(self, body: type[Reads], order: Callable[[Any, str], Awaitable[int]]) -> Endpoint:
+    def _order(self, body: type[Reads], order: Callable[[Any, str], Awaitable[int | str]]) -> Endpoint:
+        """An order's answer is its revision, or a text."""
+
         async def call(request: Request) -> ASGIApp:
             self._operators.check(_not_local(request))
             content = await self._content(request)
             if len(content) > MOST_BYTES:
                 raise InvalidRequestError("body", len(content), f"a command must have at most {MOST_BYTES} bytes")
             read = body.read(content or b"{}", self._bounds)
-            return json_response({"revision": await order(read, request.path_params.get("replica_id", ""))})
+            done = await order(read, request.path_params.get("replica_id", ""))
+            return (
+                Response(done, media_type="text/plain") if isinstance(done, str) else json_response({"revision": done})
+            )
 
         return call
 

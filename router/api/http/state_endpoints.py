@@ -27,6 +27,7 @@ from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest, naming
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.errors import InvalidRequestError, ReplicaError
 from holdfast.worker.wire.tls import Certificates
 
@@ -77,10 +78,21 @@ class StateEndpoints:
         ]
 
     async def models(self, request: Request) -> ASGIApp:
-        return json_response({"object": "list", "data": [self._model(model) for model in self._requests.models()]})
+        models = self._requests.models()
+        said = [self._model(model) for model in models]
+        said += [self._adapter(one, model) for model in models for one in self._requests.adapters.of(model.name)]
+        return json_response({"object": "list", "data": said})
 
     async def model(self, request: Request) -> ASGIApp:
-        return json_response(self._model(self._requests.model(request.path_params["model"])))
+        name = request.path_params["model"]
+        model = self._requests.model(name)
+        served = None if name == model.name else self._requests.adapters.find(name)
+        return json_response(self._model(model) if served is None else self._adapter(served.adapter, model))
+
+    def _adapter(self, adapter: Adapter, model: ModelStatus) -> dict[str, Any]:
+        """An adapter as a model, whose parent is its base."""
+        of_adapter = {"id": adapter.name, "root": adapter.path, "parent": model.name, "digest": adapter.digest}
+        return {**self._model(model), **of_adapter}
 
     def _model(self, model: ModelStatus) -> dict[str, Any]:
         has_template = self._requests.has_chat_template(model.name)

@@ -66,7 +66,7 @@ def save_adapter(
 
 
 def merge(base: Path, adapter: Path, folder: Path, scale: float | None = None) -> Path:
-    """The checkpoint with the adapter's products added to its weights, in their dtype."""
+    """The checkpoint in float32 with the adapter's products added to its weights."""
     shutil.copytree(base, folder)
     config = json.loads((adapter / "adapter_config.json").read_text())
     root = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
@@ -77,6 +77,10 @@ def merge(base: Path, adapter: Path, folder: Path, scale: float | None = None) -
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
             product = low[name.replace("lora_A", "lora_B")].double() @ low[name].double() * scale
             weight = tensors[f"{module}.weight"]
-            tensors[f"{module}.weight"] = (weight.double() + product).to(weight.dtype)
+            tensors[f"{module}.weight"] = (weight.double() + product).float()
+    settings = json.loads((folder / "config.json").read_text())
+    settings |= {name: "float32" for name in ("dtype", "torch_dtype") if name in settings}
+    (folder / "config.json").write_text(json.dumps(settings))
+    tensors = {name: tensor.float() for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder

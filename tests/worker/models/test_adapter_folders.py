@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.worker.adapter import check_adapter_name
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.models.adapter_folder import check_adapter_name, read_adapter
+from holdfast.worker.models.adapter_folder import read_adapter
 from holdfast.worker.models.adapter_places import AdapterPlaces
 from holdfast.worker.models.stated_config import read_stated_config
 from tests.parity.families import save_tiny_model
