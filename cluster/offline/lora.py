@@ -32,14 +32,17 @@ class LoRARequest:
 
     @property
     def name(self) -> str:
+        """Same as `lora_name`."""
         return self.lora_name
 
     @property
     def adapter_id(self) -> int:
+        """Same as `lora_int_id`."""
         return self.lora_int_id
 
     @property
     def path(self) -> str:
+        """Same as `lora_path`."""
         return self.lora_path
 
 

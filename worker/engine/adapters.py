@@ -120,7 +120,7 @@ class Waiting(NamedTuple):
 
 
 class AdapterDesk:
-    """Who waits for which adapter, and which slot holds which. Not thread-safe."""
+    """Desk of adapters: the requests that wait for one, and the slot that holds each. Not thread-safe."""
 
     def __init__(
         self,

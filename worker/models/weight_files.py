@@ -194,8 +194,8 @@ def _check_no_adapter(folder: Path, given: str) -> None:
     base = read_object(folder / _ADAPTER).get("base_model_name_or_path")
     of = f" of {base}" if base else ""
     raise ConfigurationError(
-        f"{given}: this is the folder of an adapter{of} (it has {_ADAPTER} and no weights of a model), and adapters "
-        "are not served; merge it into its model, and give the folder of that"
+        f"{given}: this is the folder of an adapter{of} (it has {_ADAPTER} and no weights of a model); "
+        "give the folder of its model, and the adapter by --lora NAME=PATH"
     )
 
 
