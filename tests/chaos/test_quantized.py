@@ -68,9 +68,10 @@ async def kill_one(cluster: Served) -> list[Answer]:
 @pytest.mark.parametrize("model", [gguf_file, compressed_tensors])
 def test_no_stream_notices_a_replica_that_is_killed(tmp_path, model):
     path = str(model(tmp_path))
+    flags = ("--max-model-len", "1024", "--quantized-activations", "int8")
     with LLM(path, max_model_len=1024, quantized_activations="int8") as llm:
         outputs = llm.generate([wish.prompt for wish in WISHES], [wish.params for wish in WISHES])
-    with served(path, "--replicas", "2", "--routers", "1", "--max-model-len", "1024") as cluster:
+    with served(path, "--replicas", "2", "--routers", "1", *flags) as cluster:
         answers = loops.run(kill_one(cluster), timeout_s=120)
     assert [answer.token_ids for answer in answers] == [list(output.outputs[0].token_ids) for output in outputs]
     assert all(answer.error is None for answer in answers)
