@@ -47,7 +47,9 @@ class SelfCheck:
         self._tokens: list[list[int]] = []
         self._blocks: list[tuple[int, ...]] = []
         self._window_blocks: list[tuple[int, ...]] = []
-        ids = iter(range(info.num_blocks - 1, -1, -1))
+        # The first blocks, for memory is taken ahead up to the last one that was used; downwards, as tables may be.
+        most = sum(self._num_blocks(want) + self._num_window_blocks(want) for want in self._wanted())
+        ids = iter(range(min(most, info.num_blocks) - 1, -1, -1))
         free = info.num_blocks
         for want in self._wanted():
             if length := self._longest(want, free):

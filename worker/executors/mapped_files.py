@@ -118,10 +118,15 @@ def tensor_in_file(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
 ) -> Tensor:
-    """A view of a mapped file. `offset` in bytes. Raises ValueError where it would not lie in the file."""
+    """A view of a mapped file, or a copy where the file has it at an address that no such number may have. `offset` in
+    bytes. Raises ValueError where it would not lie in the file.
+    """
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if offset % dtype.itemsize or offset < 0 or offset + (last + 1) * dtype.itemsize > storage.nbytes():
+    end = offset + (last + 1) * dtype.itemsize
+    if offset < 0 or end > storage.nbytes():
         raise ValueError(f"there is no {dtype} tensor of shape {shape} at byte {offset} of the file")
+    if offset % dtype.itemsize:
+        storage, offset = torch.empty(0, dtype=torch.uint8).set_(storage)[offset:end].clone().untyped_storage(), 0
     return torch.empty(0, dtype=dtype).set_(storage, offset // dtype.itemsize, shape, strides)
 
 

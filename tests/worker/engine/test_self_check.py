@@ -134,3 +134,11 @@ def test_small_caches_and_contexts_are_checked_with_less(num_blocks, max_model_l
 
     info = replace(INFO, num_blocks=num_blocks, max_model_len=max_model_len)
     assert SelfCheck(info, TinyModel().run).passes_bitwise()
+
+
+def test_the_first_blocks_of_a_large_cache_are_used():
+    # memory of the cache is taken ahead up to the last block that a step has used
+    from dataclasses import replace
+
+    check = SelfCheck(replace(INFO, num_blocks=100_000), TinyModel().run)
+    assert max(check.block_ids.tolist()) == len(check.block_ids) - 1

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.checks import choose_max_model_len
+from holdfast.worker.models.safetensors_files import mapped_tensors
 from holdfast.worker.models.weight_files import check_folder
 from holdfast.worker.models.weights import load_checkpoint, read_config, read_eos_token_ids, resolve_model
 from tests.parity.families import save_tiny_model
@@ -139,6 +140,21 @@ def test_a_header_that_is_not_of_the_format_is_refused(folder, change):
     written = json.dumps(header).encode()
     (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(written)) + written + content[8 + length :])
     assert refusal(folder).startswith(f"{WEIGHTS} is not a safetensors file")
+
+
+@pytest.mark.parametrize("num_bytes", range(8))
+def test_a_header_of_any_length_is_read_alike(folder, num_bytes):
+    before = {name: one.values.clone() for name, one in mapped_tensors(folder).items()}
+    path = folder / WEIGHTS
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = content[8 : 8 + length].rstrip(b" ")
+    header += b" " * ((num_bytes - len(header)) % 8)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
+    now = mapped_tensors(folder)
+    assert now.keys() == before.keys()
+    assert all(torch.equal(one.values, before[name]) and one.values.is_contiguous() for name, one in now.items())
+    assert all(one.values.data_ptr() % one.values.dtype.itemsize == 0 for one in now.values())
 
 
 def test_a_name_that_is_twice_in_a_header_is_refused(folder):
