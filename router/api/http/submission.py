@@ -39,7 +39,7 @@ class Submission:
     event_ids: EventIds | None = None
     """Event ids of a client that may reconnect with the id of its last event."""
     _held: dict[int, list[tuple[OutputDelta, bytes]]] = field(default_factory=dict)
-    """By choice: deltas, with their events, whose tokens the encoder holds back. No client can resume after them."""
+    """Deltas by choice, with their events, whose tokens the encoder holds back. No client can resume after them."""
     _marks: MarkWriter = field(default_factory=MarkWriter)
 
     @classmethod
