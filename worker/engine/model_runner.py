@@ -37,10 +37,11 @@ from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.adapter_places import AdapterPlaces
 from holdfast.worker.models.backend import BlockCache
 from holdfast.worker.models.checks import first_line
+from holdfast.worker.models.executor_protocols import OverlappingExecutor
 from holdfast.worker.models.loading import LoadedModel, check_same_model, load_model, reloaded_config
 from holdfast.worker.models.memory import WAYS_OUT, is_failed_allocation, memory_left
 from holdfast.worker.models.model import choose_device
-from holdfast.worker.models.native_backend import NativeBackend, OverlappingExecutor
+from holdfast.worker.models.native_backend import NativeBackend
 from holdfast.worker.models.next_token import NextTokenLayer
 from holdfast.worker.models.stated_layout import stated_config_of
 from holdfast.worker.models.weights import model_folder

@@ -20,17 +20,13 @@ from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
 from holdfast.worker.model_info import Window
 from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, check_latents, kv_cache_dtype_refused
 from holdfast.worker.models.damaged_weights import damaged
+from holdfast.worker.models.executor_protocols import OverlappingExecutor
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.memory import default_block_size
 from holdfast.worker.models.model import build_rank_model, serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
-from holdfast.worker.models.native_backend import (
-    UNIT_NUMERICS,
-    OverlappingExecutor,
-    make_backend,
-    prepare,
-)
+from holdfast.worker.models.native_backend import UNIT_NUMERICS, make_backend, prepare
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.quantized_activations import refused
 from holdfast.worker.models.stated_layout import read_stated
