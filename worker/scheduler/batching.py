@@ -192,7 +192,7 @@ class ContinuousBatching:
         state of that one.
         """
         most = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
-        return len(queues.running) < most and queues.has_slot
+        return len(queues.running) < most and (queues.slots is None or queues.slots.num_free > 0)
 
     def _has_memory(self, queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> bool:
         """Whether there are blocks enough to admit a waiting sequence that can begin with `prefix`.

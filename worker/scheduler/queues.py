@@ -144,11 +144,6 @@ class SequenceQueues:
         """Blocks that a sequence of at most so many tokens is promised beside those of layers that see all."""
         return 0 if self.windows is None else self.windows.window.most_blocks(num_tokens)
 
-    @property
-    def has_slot(self) -> bool:
-        """Whether one more sequence may run, as far as states are concerned."""
-        return self.slots is None or self.slots.num_free > 0
-
     def grow(self, sequence: Sequence, num_blocks: int = 1) -> None:
         """Allocates more blocks for a running sequence."""
         sequence.block_ids += tuple(self.allocator.allocate(num_blocks))
@@ -358,6 +353,7 @@ class SequenceQueues:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self.counts.num_prefix_query_tokens += len(sequence.token_ids)
             self.counts.num_prefix_hit_tokens += sequence.num_computed_tokens
+        sequence.num_disk_tokens = min(sequence.num_disk_tokens, sequence.num_cached_tokens)
         sequence.tenant.charge(sequence.num_uncomputed_tokens, 0)
 
     def _free_or_hold(self, sequence: Sequence) -> None:

@@ -301,7 +301,7 @@ class Sequence:
             logprobs=logprobs[: len(token_ids)],
             prompt_logprobs=() if self.prompt_logprobs is None else self.take_prompt_logprobs(),
             queued_s=self._take_queued_s(),
-            num_disk_tokens=self._num_found_on_disk if first_token_index == 0 else 0,
+            num_disk_tokens=self.num_disk_tokens if first_token_index == 0 else 0,
         )
 
     def _breaks(self, drawn: int) -> bool:
@@ -310,10 +310,6 @@ class Sequence:
             return False
         self.is_broken, self.has_dead_end = True, drawn == DEAD_END
         return True
-
-    @property
-    def _num_found_on_disk(self) -> int:
-        return min(self.num_disk_tokens, self.num_cached_tokens)
 
     def _take_queued_s(self) -> float:
         """Seconds that it had waited when it first ran; 0 once that was reported."""
@@ -379,7 +375,7 @@ class Sequence:
             logprobs,
             (),
             self._take_queued_s(),
-            self._num_found_on_disk if index == 0 else 0,
+            self.num_disk_tokens if index == 0 else 0,
         )
 
     def last_delta(self, reason: FinishReason) -> TokenDelta:
