@@ -90,7 +90,6 @@ NEVER_LOADS = {  # by file or folder, for all below it
 CORES = (  # files without IO in rooms that have some: the simulator runs them, or both ends of a wire read them
     "worker/engine/engine_core.py",
     "worker/engine/block_tier.py",
-    "worker/cache/block_pool.py",
     "worker/engine/request_guards.py",
     "worker/engine/tier_mover.py",
     "worker/replica/hang_verdict.py",
