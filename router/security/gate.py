@@ -123,15 +123,15 @@ class Gate:
         _caller.set(caller)
         return caller
 
-    def enter_trusted(self, tenant: str | None = None, key_name: str = "") -> None:
+    def enter_trusted(self, tenant: str | None = None, key_name: str = "", *, has_paid: bool = True) -> None:
         """The running task is one of this process's own.
 
         `tenant`: whom its requests are charged to. `key_name`: the key that was let in with them before, whose rate of
-        tokens they are charged to while there is such a key.
+        tokens they are charged to while there is such a key; unless it `has_paid`, its rate of requests as well.
         """
         key = next((one for one in self._known().keys if one.name == key_name), None) if key_name else None
         rates = None if key is None else self._rates_of(key)
-        _caller.set(TRUSTED if tenant is None else replace(TRUSTED, tenant=tenant, rates=rates, has_paid=True))
+        _caller.set(TRUSTED if tenant is None else replace(TRUSTED, tenant=tenant, rates=rates, has_paid=has_paid))
 
     @property
     def has_entered(self) -> bool:

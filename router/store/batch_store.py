@@ -5,13 +5,15 @@ each line is in one of the two files once. Within a file, results have the order
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from holdfast.router.store.file_store import FileStore, hidden
+from holdfast.router.store.file_store import FILE, FileStore, hidden
 from holdfast.router.store.job_store import CANCELLED, Job, JobStore
 from holdfast.router.store.object_store import HELD_BACK, HIDDEN, Page, StoredObject
+from holdfast.worker.errors import NotFoundError
 
 if TYPE_CHECKING:
     import sqlalchemy
@@ -100,21 +102,32 @@ class BatchStore:
 
         return await self._database.run(work)
 
-    async def listed(self, tenant: str, page: Page) -> tuple[list[dict[str, Any]], bool]:
+    async def listed(
+        self, tenant: str, page: Page, is_asked: Callable[[dict[str, Any]], bool]
+    ) -> tuple[list[dict[str, Any]], bool]:
         """Same as `ObjectStore.listed`."""
-        batches, has_more = await self._objects.listed(tenant, BATCH, page, lambda batch: True)
+        batches, has_more = await self._objects.listed(tenant, BATCH, page, is_asked)
         return [await self.get(tenant, batch["id"]) for batch in batches], has_more
 
-    async def cancel(self, tenant: str, batch_id: str) -> dict[str, Any]:
-        """The batch, which is over: what is computed is dropped, and results so far are in its files."""
+    async def delete(self, tenant: str, batch: Mapping[str, Any]) -> None:
+        """Deletes a batch that is over, and its files."""
+        for name in ("output_file_id", "error_file_id"):
+            if batch[name] is not None:
+                with suppress(NotFoundError):  # its time was up, or it was deleted by itself
+                    await self._objects.delete(tenant, FILE, batch[name])
+        await self._objects.delete(tenant, BATCH, batch["id"])
+
+    async def cancel(self, tenant: str, batch_id: str, *, tells_lines: bool = False) -> dict[str, Any]:
+        """The batch, which is over: what is computed is dropped, and results so far are in its files; with
+        `tells_lines` an error for each line that has no result too.
+        """
 
         def work(connection: "sqlalchemy.Connection") -> dict[str, Any]:
             self._objects.lock(connection, tenant, batch_id)
             found = self._objects.read(connection, tenant, BATCH, batch_id)
             if found.object["status"] != RUNNING:
                 return found.object
-            jobs = self._jobs
-            connection.execute(jobs.delete().where(jobs.c.tenant == tenant, jobs.c.object_id == batch_id))
+            self._drop_lines(connection, tenant, found, cancelled_line if tells_lines else None)
             return self._end(connection, tenant, found, CANCELLED)
 
         return await self._database.run(work)
@@ -206,14 +219,36 @@ class BatchStore:
 
     def _expire(self, connection: "sqlalchemy.Connection", tenant: str, batch_id: str) -> None:
         self._objects.lock(connection, tenant, batch_id)
-        found, jobs = self._objects.read(connection, tenant, BATCH, batch_id), self._jobs
+        found = self._objects.read(connection, tenant, BATCH, batch_id)
         if found.object["status"] != RUNNING:
             return
-        is_left = jobs.c.tenant == tenant, jobs.c.object_id == batch_id
-        for row in connection.execute(jobs.select().where(*is_left)).all():
-            self._write(connection, tenant, found, row.number, expired_line(row.id, row.content), is_error=True)
-        connection.execute(jobs.delete().where(*is_left))
+        self._drop_lines(connection, tenant, found, expired_line)
         self._end(connection, tenant, found, EXPIRED)
+
+    def _drop_lines(
+        self,
+        connection: "sqlalchemy.Connection",
+        tenant: str,
+        found: StoredObject,
+        result: Callable[[str, bytes], bytes] | None,
+    ) -> None:
+        """Drops the lines that have no result, and writes one for each if `result` makes it. Their number is the
+        batch's `num_left`.
+        """
+        jobs = self._jobs
+        is_left = jobs.c.tenant == tenant, jobs.c.object_id == found.id
+        if result is not None:
+            rows = connection.execute(jobs.select().where(*is_left)).all()
+            found.object["num_left"] = len(rows)
+            for row in rows:
+                self._write(connection, tenant, found, row.number, result(row.id, row.content), is_error=True)
+        connection.execute(jobs.delete().where(*is_left))
+
+
+def cancelled_line(job_id: str, line: bytes) -> bytes:
+    """The result of a line whose batch was cancelled before."""
+    error = {"code": "batch_cancelled", "message": "This request was not executed: its batch was cancelled."}
+    return result_line(job_id, line, None, error)
 
 
 def expired_line(job_id: str, line: bytes) -> bytes:

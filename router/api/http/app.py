@@ -3,6 +3,7 @@
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,6 +22,7 @@ from holdfast.router.api.http.conversations import ConversationEndpoints
 from holdfast.router.api.http.event_stream import ANTHROPIC, OPENAI, EventStream
 from holdfast.router.api.http.files import FileEndpoints
 from holdfast.router.api.http.generation_endpoints import GenerationEndpoints
+from holdfast.router.api.http.message_batches import MESSAGES, MessageBatchEndpoints
 from holdfast.router.api.http.page_files import PAGE, page_file
 from holdfast.router.api.http.request_origin import RequestOrigins, guarded, with_cors
 from holdfast.router.api.http.request_reader import RequestReader, own_request
@@ -109,11 +111,13 @@ class HttpApi:
         )
         self._files = FileEndpoints(self.history, max_file_bytes)
         self.batches = BatchEndpoints(request_processor, reader, self.history, limits.max_message_bytes)
+        self._message_batches = MessageBatchEndpoints(request_processor, reader, self.history, self.batches)
         self._tokens = TokenEndpoints(request_processor, reader)
         self._of_lines: dict[str, Endpoint] = {
             "/v1/chat/completions": self._generation.chat_completions,
             "/v1/completions": self._generation.completions,
             "/v1/responses": self.responses.create,
+            MESSAGES: self._generation.messages,
         }
         self._guard = guard
         self._intake = intake
@@ -141,7 +145,8 @@ class HttpApi:
         jobs, enter = JobStore(store, uuid.uuid4().hex), self._gate.enter_trusted
         self.history.background = BackgroundResponses(jobs, self.responses.job, enter)
         self.batches.store = batches = BatchStore(FileStore(objects), jobs)
-        self.batches.lines = BatchLines(jobs, batches, self.call, enter, config.batch_concurrency)
+        enter_line = partial(enter, has_paid=False)
+        self.batches.lines = BatchLines(jobs, batches, self.call, enter_line, config.batch_concurrency)
 
     async def leave_jobs(self) -> None:
         """Leaves background work to other routers."""
@@ -176,6 +181,7 @@ class HttpApi:
         of_anthropic = [
             ("POST", "/v1/messages", generation.messages),
             ("POST", "/v1/messages/count_tokens", tokens.count_tokens),
+            *self._message_batches.routes(),
         ]
         api = Api(
             routes=[
@@ -194,7 +200,7 @@ class HttpApi:
 
     async def call(self, path: str, tenant: str, content: bytes, submission: Submission) -> Response:
         """The whole answer of a generating endpoint to a request of this process, whose caller the running task is."""
-        endpoint = answering(self._of_lines[path], OPENAI)
+        endpoint = answering(self._of_lines[path], ANTHROPIC if path == MESSAGES else OPENAI)
         try:
             answer = await endpoint(own_request(path, tenant, content, submission))
         except BaseException as error:

@@ -46,10 +46,10 @@ class BatchLines:
     """Lines of batches at one router."""
 
     def __init__(
-        self, jobs: JobStore, batches: BatchStore, call: Call, enter: Callable[[str], None], concurrency: int
+        self, jobs: JobStore, batches: BatchStore, call: Call, enter: Callable[[str, str], None], concurrency: int
     ) -> None:
         """Computes at most `concurrency` lines at a time. `enter` makes the running task one of this process's own,
-        charged to a tenant.
+        charged to a tenant and the rates of a key. Lines beyond the rates wait.
         """
         self._jobs = jobs
         self._batches = batches
@@ -134,7 +134,7 @@ class BatchLines:
             raise
 
     async def _compute(self, job: Job) -> None:
-        self._enter(job.tenant)
+        self._enter(job.tenant, job.key_name)
         identity = Identity.of(job.identity)
         assert identity is not None, "it is written as this is read"
         line = json.loads(job.content)

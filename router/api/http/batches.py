@@ -38,6 +38,7 @@ MAX_LINES: Final = 50_000
 MAX_ERRORS: Final = 100
 """Most errors that are listed for a file."""
 
+_OF_BODY: Final = ("input_file_id", "completion_window", "metadata", "output_expires_after")
 _MAX_CUSTOM_ID: Final = 512
 _WINDOW: Final = re.compile(r"([1-9][0-9]{0,4})([mhd])")
 _WINDOW_UNITS: Final = {"m": 60, "h": 3600, "d": 86400}
@@ -106,14 +107,15 @@ class BatchEndpoints:
         """Answers when the file is read: with a batch that is in progress, or one that has failed and says why."""
         content, tenant = await self._reader.content(request), self._history.tenant(request)
         body, _ = await self._reader.decoded(content, BatchBody, lambda one: None)
-        objects, store = self._history.to_write("batch").objects, self._store()
+        objects, store = self._history.to_write("batch").objects, self.opened()
         if not is_id(body.input_file_id):
             raise NotFoundError(FILE, body.input_file_id)
         file = await objects.get(tenant, FILE, body.input_file_id)
         if file.object["purpose"] != "batch":
             limit = f"must be a file with the purpose batch, not {file.object['purpose']}"
             raise InvalidRequestError("input_file_id", body.input_file_id, limit)
-        batch = _new_batch(body)
+        batch = new_batch(f"batch_{uuid.uuid4().hex}", body.endpoint, int(time.time()) + body.window_s)
+        batch |= {name: getattr(body, name) for name in _OF_BODY}
         ids = {name: f"file-{uuid.uuid4().hex}" for name in ("output", "errors")}
         await store.begin(tenant, batch["id"], ids)
         reading = _Reading(self._requests, body.endpoint, self._max_line_bytes)
@@ -126,8 +128,7 @@ class BatchEndpoints:
         batch |= {"status": RUNNING, "in_progress_at": now, "model": reading.only_model}
         batch["request_counts"] = {"total": len(reading.custom_ids), "completed": 0, "failed": 0}
         await store.start(tenant, batch)
-        if self.lines is not None:
-            self.lines.wake()
+        self.wake()
         return json_response(batch)
 
     async def _add_lines(self, reading: "_Reading", tenant: str, batch: dict[str, Any], files: FileStore) -> None:
@@ -138,27 +139,27 @@ class BatchEndpoints:
                 continue
             model = await self._reader.made(len(line), partial(reading.read, number, line))
             if model is not None and reading.takes_model(number, model) and not reading.errors:
-                jobs.append(_job(tenant, batch, number, line))
+                jobs.append(job_of(tenant, batch, number, line, self._requests.key_name))
                 size += len(line)
             if len(jobs) == _ADDED_AT_A_TIME or size > _ADDED_BYTES:
-                await self._store().add(jobs)
+                await self.opened().add(jobs)
                 jobs, size = [], 0
             if reading.is_enough:
                 return
         if jobs and not reading.errors:
-            await self._store().add(jobs)
+            await self.opened().add(jobs)
 
     async def get(self, request: Request) -> ASGIApp:
         batch_id = _id_of(request)
         self._history.required(batch_id, BATCH)
-        return json_response(await self._store().get(self._history.tenant(request), batch_id))
+        return json_response(await self._batch(request, batch_id))
 
     async def listed(self, request: Request) -> ASGIApp:
         """Newest first, unless `order` is `asc`."""
         page = page_asked(request.query_params)
         if self._history.store is None:
             return json_response(listing([], has_more=False))
-        batches, has_more = await self._store().listed(self._history.tenant(request), page)
+        batches, has_more = await self.opened().listed(self._history.tenant(request), page, _is_ours)
         return json_response(listing(batches, has_more=has_more))
 
     async def cancel(self, request: Request) -> ASGIApp:
@@ -166,11 +167,29 @@ class BatchEndpoints:
         if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
             check_json(request)
         self._history.required(batch_id, BATCH)
-        return json_response(await self._store().cancel(self._history.tenant(request), batch_id))
+        await self._batch(request, batch_id)
+        return json_response(await self.opened().cancel(self._history.tenant(request), batch_id))
 
-    def _store(self) -> BatchStore:
+    async def _batch(self, request: Request, batch_id: str) -> dict[str, Any]:
+        batch = await self.opened().get(self._history.tenant(request), batch_id)
+        if not _is_ours(batch):
+            raise NotFoundError(BATCH, batch_id)
+        return batch
+
+    def wake(self) -> None:
+        """There may be lines."""
+        if self.lines is not None:
+            self.lines.wake()
+
+    def opened(self) -> BatchStore:
+        """The store, which is open."""
         assert self.store is not None, "it is opened with the history's"
         return self.store
+
+
+def _is_ours(batch: Mapping[str, Any]) -> bool:
+    """Whether it was made here, and not by Anthropic's API."""
+    return batch["endpoint"] in ENDPOINTS
 
 
 class _Reading:
@@ -266,33 +285,42 @@ def _problem(code: str, message: str, param: str | None, line: int | None) -> di
     return {"code": code, "message": message, "param": param, "line": line}
 
 
-def _new_batch(body: BatchBody) -> dict[str, Any]:
-    now = int(time.time())
+def new_batch(batch_id: str, endpoint: str, expires_at: int) -> dict[str, Any]:
+    """A batch that is being checked, for an endpoint."""
     times = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     return {
-        "id": f"batch_{uuid.uuid4().hex}",
+        "id": batch_id,
         "object": "batch",
-        "endpoint": body.endpoint,
+        "endpoint": endpoint,
         "model": None,
         "errors": None,
-        "input_file_id": body.input_file_id,
-        "completion_window": body.completion_window,
+        "input_file_id": None,
+        "completion_window": None,
         "status": "validating",
         "output_file_id": None,
         "error_file_id": None,
-        "created_at": now,
-        "expires_at": now + body.window_s,
+        "created_at": int(time.time()),
+        "expires_at": expires_at,
         **dict.fromkeys((f"{one}_at" for one in times), None),
         "request_counts": {"total": 0, "completed": 0, "failed": 0},
-        "metadata": body.metadata,
-        "output_expires_after": body.output_expires_after,
+        "metadata": None,
+        "output_expires_after": None,
     }
 
 
-def _job(tenant: str, batch: Mapping[str, Any], number: int, line: bytes) -> Job:
-    job_id = f"{batch['id'].removeprefix('batch_')}-{number}"
+def job_of(tenant: str, batch: Mapping[str, Any], number: int, line: bytes, key_name: str) -> Job:
+    """Line number `number` of a batch, at the cost of a key's rates."""
+    job_id = f"{batch['id'].partition('_')[2]}-{number}"
     identity = Identity(job_id, batch["created_at"]).text
-    return Job(tenant=tenant, id=job_id, object_id=batch["id"], number=number, content=line, identity=identity)
+    return Job(
+        tenant=tenant,
+        id=job_id,
+        object_id=batch["id"],
+        number=number,
+        content=line,
+        identity=identity,
+        key_name=key_name,
+    )
 
 
 def _id_of(request: Request) -> str:

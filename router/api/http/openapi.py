@@ -15,6 +15,7 @@ from holdfast.router.api.http.bodies import Body, ChatBody, CompletionBody, Deto
 from holdfast.router.api.http.conversations import ConversationEndpoints
 from holdfast.router.api.http.files import MULTIPART, PURPOSES
 from holdfast.router.api.http.json_body import Reads
+from holdfast.router.api.http.message_batches import MessageBatchEndpoints
 from holdfast.router.api.http.messages_body import CountBody, MessagesBody
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.router.api.http.stored_chats import StoredChats
@@ -46,7 +47,7 @@ _ERRORS: Final = {
     "503": "no replica is up, or the router stops",
     "504": "the request's time is up",
 }
-_OF_ANTHROPIC: Final = ("/v1/messages", "/v1/messages/count_tokens")
+_OF_ANTHROPIC: Final = "/v1/messages"
 _OTHERS_WORDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "seed": {"type": "integer"},
     "top_k": {"type": "integer"},
@@ -127,10 +128,27 @@ _STORED: Final[Mapping[str, Mapping[str, tuple[str, tuple[tuple[str, str], ...]]
     "/v1/batches": {"get": ("Batches, in pages.", _PAGED)},
     "/v1/batches/{batch_id}": {"get": ("A batch, with its counts.", ())},
     "/v1/batches/{batch_id}/cancel": {"post": ("Ends a batch; results so far are kept.", ())},
+    "/v1/messages/batches": {
+        "get": (
+            "Message batches, in pages.",
+            (("before_id", "string"), ("after_id", "string"), ("limit", "integer")),
+        )
+    },
+    "/v1/messages/batches/{message_batch_id}": {
+        "get": ("A message batch, with its counts.", ()),
+        "delete": ("Deletes a message batch that has ended, and its results.", ()),
+    },
+    "/v1/messages/batches/{message_batch_id}/cancel": {"post": ("Ends a message batch; results so far are kept.", ())},
+    "/v1/messages/batches/{message_batch_id}/results": {"get": ("The results of a message batch, a line each.", ())},
 }
 """Endpoints of stored objects (`router.store`): the purpose by path and method, and the query's parameters."""
 
-_STORED_BODIES: Final = {**ConversationEndpoints.bodies, **StoredChats.bodies, **BatchEndpoints.bodies}
+_STORED_BODIES: Final = {
+    **ConversationEndpoints.bodies,
+    **StoredChats.bodies,
+    **BatchEndpoints.bodies,
+    **MessageBatchEndpoints.bodies,
+}
 
 
 def _add_stored(paths: dict[str, Any]) -> None:
@@ -138,10 +156,12 @@ def _add_stored(paths: dict[str, Any]) -> None:
         paths.setdefault(path, {})["post"] = _post(path, body, summary, streams=False)
     for path, methods in _STORED.items():
         for method, (summary, query) in methods.items():
-            described = {**_get(summary, _OBJECT), "parameters": [_query(*one) for one in query]}
+            described = {**_get(summary, _OBJECT, path), "parameters": [_query(*one) for one in query]}
             paths.setdefault(path, {})[method] = described
     paths["/v1/files"]["post"] = _upload()
     paths["/v1/files/{file_id}/content"]["get"]["responses"]["200"] = _content("application/octet-stream")
+    results = paths["/v1/messages/batches/{message_batch_id}/results"]["get"]
+    results["responses"]["200"] = _content("application/x-jsonl")
     for path in {*_STORED, *_STORED_BODIES}:
         if names := re.findall(r"{(\w+)}", path):
             paths[path]["parameters"] = [_in_path(name) for name in names]
@@ -208,9 +228,9 @@ def _of_operators(operation: dict[str, Any]) -> dict[str, Any]:
     return operation
 
 
-def _get(summary: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+def _get(summary: str, schema: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     answer = {"description": summary, "content": {_JSON: {"schema": schema}}}
-    return {"summary": summary, "responses": {"200": answer, **_errors("")}}
+    return {"summary": summary, "responses": {"200": answer, **_errors(path)}}
 
 
 def _state(path: str) -> dict[str, Any]:
@@ -227,7 +247,7 @@ def _errors(path: str) -> dict[str, Any]:
 
 
 def _error(path: str, summary: str) -> dict[str, Any]:
-    name = "AnthropicError" if path in _OF_ANTHROPIC else "Error"
+    name = "AnthropicError" if path.startswith(_OF_ANTHROPIC) else "Error"
     return {"description": summary, "content": {_JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
 
 
