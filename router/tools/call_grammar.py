@@ -12,9 +12,23 @@ from typing import Any, Final, TypeAlias
 from holdfast.router.schemas.places import SchemaError
 from holdfast.router.tools.gemma_calls import QUOTE
 from holdfast.router.tools.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, HARMONY, MARKS, MESSAGE, OPENING, START
+from holdfast.router.tools.json_calls import (
+    KIMI_ARGUMENTS,
+    KIMI_CALL,
+    KIMI_CALL_END,
+    KIMI_SECTION,
+    KIMI_SECTION_END,
+)
 from holdfast.router.tools.reasoning import REASONING_TAGS
 from holdfast.router.tools.tools import Tool, ToolChoice
-from holdfast.router.tools.typed_parameters import LarkRules, gemma_arguments, python_arguments, xml_parameters
+from holdfast.router.tools.typed_parameters import (
+    LarkRules,
+    ParameterMarkup,
+    gemma_arguments,
+    python_arguments,
+    xml_parameters,
+)
+from holdfast.router.tools.xml_calls import DSML
 from holdfast.worker.errors import InvalidRequestError
 
 _NO_TOKENS: Final[Mapping[str, int]] = MappingProxyType({})
@@ -58,6 +72,11 @@ def _named_call(before: str, between: str, after: str) -> _Call:
     return call
 
 
+def _numbered_call(rules: LarkRules, tool: Tool, prefix: str) -> str:
+    head = f"{rules.text(f'{KIMI_CALL}functions.{tool.name}:')} /[0-9]{{1,3}}/ {rules.text(KIMI_ARGUMENTS)}"
+    return f"{head} {rules.json(f'{prefix}_arguments', _schema(tool))} {rules.text(KIMI_CALL_END)}"
+
+
 def _python_call(rules: LarkRules, tool: Tool, prefix: str) -> str:
     return f"{rules.text(f'{tool.name}(')} {python_arguments(rules, tool, prefix)} {rules.text(')')}"
 
@@ -67,9 +86,12 @@ def _gemma_call(rules: LarkRules, tool: Tool, prefix: str) -> str:
     return f"{rules.text(f'call:{tool.name}{{')} {gemma_arguments(rules, tool, prefix)} {end}"
 
 
-def _xml_call(rules: LarkRules, tool: Tool, prefix: str) -> str:
-    head, end = f"\n<function={tool.name}>\n", "</function>\n</tool_call>"
-    return f"{rules.text(head)} {xml_parameters(rules, tool, prefix)} {rules.text(end)}"
+def _xml_call(before: str, behind: str, end: str, markup: ParameterMarkup) -> _Call:
+    def call(rules: LarkRules, tool: Tool, prefix: str) -> str:
+        parameters = xml_parameters(rules, tool, prefix, markup)
+        return f"{rules.text(f'{before}{tool.name}{behind}')} {parameters} {rules.text(end)}"
+
+    return call
 
 
 def _schema(tool: Tool) -> Mapping[str, Any]:
@@ -88,8 +110,55 @@ _HERMES: Final = _Form(
     others=(_TOOL_CALL_END,),
 )
 _XML: Final = _Form(
-    _xml_call, marker=_TOOL_CALL, between=f"\n{_TOOL_CALL}", banned="<function=", others=(_TOOL_CALL_END,)
+    _xml_call(
+        "\n<function=",
+        ">\n",
+        f"</function>\n{_TOOL_CALL_END}",
+        ParameterMarkup("<parameter=", ">\n", "\n</parameter>"),
+    ),
+    marker=_TOOL_CALL,
+    between=f"\n{_TOOL_CALL}",
+    banned="<function=",
+    others=(_TOOL_CALL_END,),
 )
+_GLM: Final = _Form(
+    _xml_call("", "\n", _TOOL_CALL_END, ParameterMarkup("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>")),
+    marker=_TOOL_CALL,
+    between=f"\n{_TOOL_CALL}",
+    others=(_TOOL_CALL_END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+)
+_INVOKE: Final = _Form(
+    _xml_call('<invoke name="', '">\n', "</invoke>\n", ParameterMarkup('<parameter name="', '">', "</parameter>")),
+    marker="<minimax:tool_call>",
+    before="\n",
+    after="</minimax:tool_call>",
+    banned='<invoke name="',
+    others=("</minimax:tool_call>",),
+)
+_KIMI: Final = _Form(
+    _numbered_call,
+    marker=KIMI_SECTION,
+    after=KIMI_SECTION_END,
+    banned=KIMI_CALL,
+    others=(KIMI_SECTION_END, KIMI_ARGUMENTS, KIMI_CALL_END),
+)
+
+
+def _dsml(block: str) -> _Form:
+    invoke, parameter = (
+        f'<{DSML}invoke name="',
+        ParameterMarkup(f'<{DSML}parameter name="', '" string="{kind}">', f"</{DSML}parameter>"),
+    )
+    return _Form(
+        _xml_call(invoke, '">\n', f"</{DSML}invoke>\n", parameter),
+        marker=f"<{DSML}{block}>",
+        before="\n",
+        after=f"</{DSML}{block}>",
+        banned=invoke,
+        others=(DSML,),
+    )
+
+
 _LLAMA: Final = _Form(_json_call("", "parameters", "}"), between="; ", bare="{", banned="<|python_tag|>")
 _MISTRAL: Final = _Form(
     _json_call("", "arguments", "}"), marker="[TOOL_CALLS]", before="[", between=", ", after="]", others=("[ARGS]",)
@@ -122,6 +191,12 @@ _FORMS: Final[Mapping[str, _Form]] = MappingProxyType(
             _named_call(f"{_CALL_BEGIN}function{_SEPARATOR}", "\n```json\n", f"\n```{_CALL_END}"), "\n"
         ),
         "openai": _HARMONY,
+        "deepseek_v32": _dsml("function_calls"),
+        "deepseek_v4": _dsml("tool_calls"),
+        "glm45": _GLM,
+        "glm47": _GLM,
+        "minimax_m2": _INVOKE,
+        "kimi_k2": _KIMI,
         "deepseek_v31": _deepseek(_named_call(_CALL_BEGIN, _SEPARATOR, _CALL_END), ""),
     }
 )

@@ -26,7 +26,14 @@ from holdfast.router.tools.harmony import (
     HarmonySplitter,
     HarmonyThoughtCounter,
 )
-from holdfast.router.tools.json_calls import DeepSeekCallParser, HermesCallParser, LlamaCallParser, MistralCallParser
+from holdfast.router.tools.json_calls import (
+    KIMI_SECTION,
+    DeepSeekCallParser,
+    HermesCallParser,
+    KimiCallParser,
+    LlamaCallParser,
+    MistralCallParser,
+)
 from holdfast.router.tools.pythonic_calls import Lfm2CallParser, Llama4CallParser, PythonicCallParser
 from holdfast.router.tools.reasoning import (
     REASONING_TAGS,
@@ -40,7 +47,7 @@ from holdfast.router.tools.reasoning import (
     unwanted_texts,
 )
 from holdfast.router.tools.tools import Tool, ToolChoice
-from holdfast.router.tools.xml_calls import XmlCallParser
+from holdfast.router.tools.xml_calls import DSML, DsmlCallParser, GlmCallParser, MiniMaxCallParser, XmlCallParser
 from holdfast.worker.errors import InvalidRequestError
 
 _Make: TypeAlias = Callable[[Sequence[Tool]], ToolCallParser]
@@ -59,6 +66,12 @@ FORMATS: Final[Mapping[str, _Make]] = MappingProxyType(
         "gemma4": lambda tools: Gemma4CallParser(),
         "deepseek_v3": lambda tools: DeepSeekCallParser(),
         "deepseek_v31": lambda tools: DeepSeekCallParser(),
+        "deepseek_v32": DsmlCallParser,
+        "deepseek_v4": DsmlCallParser,
+        "glm45": GlmCallParser,
+        "glm47": GlmCallParser,
+        "minimax_m2": MiniMaxCallParser,
+        "kimi_k2": lambda tools: KimiCallParser(),
         "openai": lambda tools: HarmonyCallParser(),
     }
 )
@@ -67,6 +80,11 @@ FORMATS: Final[Mapping[str, _Make]] = MappingProxyType(
 _SIGNS: Final = (  # what a template writes, all of a row; the first row that fits decides
     ("openai", (CHANNEL, MESSAGE, CALL)),
     ("gemma4", ("<|tool_call>", "call:")),
+    ("deepseek_v32", (f"<{DSML}function_calls>",)),
+    ("deepseek_v4", (f"<{DSML}tool_calls>",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("kimi_k2", (KIMI_SECTION,)),
+    ("glm45", ("<tool_call>", "<arg_key>")),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("hermes", ("<tool_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),

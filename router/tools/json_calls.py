@@ -1,4 +1,4 @@
-"""Tool calls written as JSON: the formats of Hermes and Qwen, Llama 3, Mistral and DeepSeek."""
+"""Tool calls written as JSON: the formats of Hermes and Qwen, Llama 3, Mistral, DeepSeek V3 and Kimi K2."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from holdfast.router.tools.json_reader import ignore, pass_space, read_json, rea
 
 _ARGUMENTS: Final = ("arguments", "parameters")
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
+_NUMBER: Final = re.compile(r":\d+$")
 
 
 class JsonCallParser(ToolCallParser):
@@ -174,6 +175,31 @@ class DeepSeekCallParser(JsonCallParser):
         yield from self._skip_space()
         yield from self._read_arguments_of(name)
         for end in ("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"):
+            yield from self._skip_space()
+            yield from self._source.pass_over(end)
+
+
+KIMI_SECTION, KIMI_SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+
+
+class KimiCallParser(JsonCallParser):
+    """Calls of Kimi K2, in a section of its own. A call's id has its name: `functions.f:0`, the number counted over the
+    conversation.
+    """
+
+    MARKERS = (KIMI_SECTION, KIMI_CALL)
+    CLOSINGS = (KIMI_CALL_END, KIMI_SECTION_END)
+
+    def _read_calls(self, opening: str) -> Reading[None]:
+        if opening == KIMI_SECTION:
+            yield from self._skip_space()
+            yield from self._source.expect(KIMI_CALL)
+        call_id = (yield from self._source.take_until(KIMI_ARGUMENTS, MAX_NAME)).strip()
+        name = _NUMBER.sub("", call_id.removeprefix("functions."))
+        yield from self._skip_space()
+        yield from self._read_arguments_of(name)
+        for end in self.CLOSINGS:
             yield from self._skip_space()
             yield from self._source.pass_over(end)
 

@@ -48,8 +48,9 @@ class LarkRules:
 
     def free_text(self, name: str, end: str, banned: str = "") -> str:
         """A rule for any text up to the first `end`, which is part of it, and without `banned`. Returns its name."""
-        token = self._token(end)
-        terminal = self.add(name.upper(), f"/(?s:.*){'' if token else _escaped(end)}/{_without(banned)}")
+        token = self._with_tokens(end)
+        ends = _without(end) if token else ""
+        terminal = self.add(name.upper(), f"/(?s:.*){'' if token else _escaped(end)}/{_without(banned)}{ends}")
         return self.add(name, f"{terminal} {token}") if token else self._lazy(name, terminal)
 
     def any_text(self, terminal: str, banned: str = "", *, not_first: str = "") -> str:
@@ -59,9 +60,9 @@ class LarkRules:
 
     def bounded_text(self, name: str, end: str, lengths: str) -> str:
         """A rule for a text of so many characters, as in `*` or `{1,3}`, up to the first `end`. Returns its name."""
-        terminal, token = name.upper(), self._token(end)
+        terminal, token = name.upper(), self._with_tokens(end)
         if token:
-            return self.add(name, f"{self.add(terminal, f'/(?s:.{lengths})/')} {token}")
+            return self.add(name, f"{self.add(terminal, f'/(?s:.{lengths})/{_without(end)}')} {token}")
         mark = end.strip()
         self.add(terminal, f"/(?s:.{lengths}){_escaped(end)}/ & ~/(?s:.*){_escaped(mark)}(?s:.)+/")
         return self._lazy(name, terminal)
@@ -83,6 +84,10 @@ class LarkRules:
         self.add(f"{name}[lazy]", terminal)
         return name
 
+    def _with_tokens(self, text: str) -> str:
+        """The same as `text` if a part of it is a single token, which no terminal can be; else empty."""
+        return self.text(text) if self._tokens is not None and self._tokens.search(text) else ""
+
     def _token(self, text: str) -> str:
         return f"<[{self._token_ids[text]}]>" if text in self._token_ids else ""
 
@@ -101,7 +106,14 @@ _KNOWN: Final = {"type", "properties", "required", "additionalProperties", "$sch
 _PYTHON_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _XML_NAME: Final = re.compile(r"[^\s<>]([^\n<>]{0,254}[^\s<>])?")
 _TEXT_KEYS: Final = {"type", "enum", "const", "minLength", "maxLength", *_NOTES}
-_END: Final = "\n</parameter>"
+
+
+class ParameterMarkup(NamedTuple):
+    """Texts around the name and the value of a parameter; `{kind}` stands for whether the value is text."""
+
+    before: str
+    behind: str
+    end: str
 
 
 class _Parameter(NamedTuple):
@@ -135,12 +147,13 @@ def _listed(rules: LarkRules, tool: Tool, prefix: str, sign: str, comma: str, wr
     return first
 
 
-def xml_parameters(rules: LarkRules, tool: Tool, prefix: str) -> str:
-    """The expression of the parameters of a call, in the order of the schema."""
+def xml_parameters(rules: LarkRules, tool: Tool, prefix: str, markup: ParameterMarkup) -> str:
+    """The expression of the parameters of a call, in the order of the schema, each with a line break behind it."""
     items, types = [], ValueTypes(tool.parameters)
     for index, parameter in enumerate(_parameters(tool, _XML_NAME)):
-        head = rules.text(f"<parameter={parameter.name}>\n")
-        value = _xml_value(rules, tool, types, parameter, f"{prefix}_value_{index}")
+        kind = "false" if text_schema(types, parameter.name) is None else "true"
+        head = rules.text(f"{markup.before}{parameter.name}{markup.behind}".replace("{kind}", kind))
+        value = _xml_value(rules, tool, types, parameter, f"{prefix}_value_{index}", markup.end)
         line_end = rules.text("\n")
         item = rules.add(f"{prefix}_parameter_{index}", f"{head} {value} {line_end}")
         items.append(item if parameter.is_required else f"{item}?")
@@ -246,24 +259,22 @@ def _json_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) 
         raise InvalidRequestError(field, tool.name, error.reason) from None
 
 
-def _xml_value(rules: LarkRules, tool: Tool, types: ValueTypes, parameter: _Parameter, name: str) -> str:
+def _xml_value(rules: LarkRules, tool: Tool, types: ValueTypes, parameter: _Parameter, name: str, end: str) -> str:
     """The expression of a value and of what ends it."""
     schema = text_schema(types, parameter.name)
     if schema is None:
-        return f"{_json_value(rules, tool, parameter, name)} {rules.text(_END)}"
+        return f"{_json_value(rules, tool, parameter, name)} {rules.text(end)}"
     schema = _plain_text(tool, parameter, schema)
     shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is None:
         is_free = not shortest and longest is None
-        return rules.bounded_text(
-            name, _END, "*" if is_free else f"{{{shortest},{'' if longest is None else longest}}}"
-        )
-    fitting = [text for text in values if _can_be_text(text) and shortest <= len(text) <= (longest or len(text))]
+        return rules.bounded_text(name, end, "*" if is_free else f"{{{shortest},{'' if longest is None else longest}}}")
+    fitting = [text for text in values if _can_be_text(text, end) and shortest <= len(text) <= (longest or len(text))]
     if not fitting:
         limit = "must have a text that fits, and can stand in a tool call"
         raise InvalidRequestError(f"{_field(tool)}.properties.{parameter.name}.enum", values, limit)
-    return f"({' | '.join(map(rules.text, fitting))}) {rules.text(_END)}"
+    return f"({' | '.join(map(rules.text, fitting))}) {rules.text(end)}"
 
 
 def _plain_text(tool: Tool, parameter: _Parameter, schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -281,8 +292,8 @@ def _plain_text(tool: Tool, parameter: _Parameter, schema: Mapping[str, Any]) ->
     return plain
 
 
-def _can_be_text(value: object) -> bool:
-    return isinstance(value, str) and _END.strip() not in value
+def _can_be_text(value: object, end: str) -> bool:
+    return isinstance(value, str) and end.strip() not in value
 
 
 def _field(tool: Tool) -> str:

@@ -139,6 +139,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, wide heads and biases": ("llama", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
     "cohere, norms of each head": ("cohere", {"use_qk_norm": True}),
     "stablelm, norms of each head": ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}),
+    "gemma4_text, shared keys": (
+        "gemma4_text",
+        {
+            **WINDOWS,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_key_value_heads": 1,
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 126,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "deepseek_v3, whole queries": ("deepseek_v3", {**SERVED["deepseek_v3"], "q_lora_rank": None}),
 }
 """Turns of a family that other code paths serve."""
@@ -148,6 +163,9 @@ NOT_NATIVE = {
     "olmo": "config.json has clip_qkv",
 }
 """Families and variants that the HF backend serves, and a word of why."""
+
+NATIVE_ALONE = {"gemma4_text, shared keys"}
+"""Variants that the HF backend refuses."""
 
 NOT_SPLIT = {
     *("minimax_m2", "olmo2", "olmo3", "olmoe"),

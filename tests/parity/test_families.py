@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.errors import UnsupportedModelError
-from tests.parity.families import NOT_NATIVE, SERVED, VARIANTS, executor_of
+from tests.parity.families import NATIVE_ALONE, NOT_NATIVE, SERVED, VARIANTS, executor_of
 from tests.parity.harness import (
     greedy_tokens,
     hugging_face,
@@ -59,13 +59,19 @@ def test_packed_sequences_have_the_logits_of_hugging_face_whole_and_in_chunks(fa
     [
         pytest.param(name, marks=[] if name in ON_THE_HF_BACKEND else pytest.mark.slow)
         for name in (*SERVED, *VARIANTS)
-        if name not in NOT_NATIVE
+        if name not in {*NOT_NATIVE, *NATIVE_ALONE}
     ],
 )
 def test_on_the_hf_backend_stated_families_have_the_logits_of_hugging_face(family, tiny_model, prompts, expected):
     leader = load(worker_config(tiny_model(family), executor="hf"))
     assert is_run_by(leader, "hf")
     assert relative_difference(logits_in_chunks(leader, prompts, chunk=7), expected(family)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", NATIVE_ALONE)
+def test_the_hf_backend_refuses_layers_that_share_keys_and_values(family, tiny_model):
+    with pytest.raises(UnsupportedModelError, match="share the keys and values of others"):
+        load(worker_config(tiny_model(family), executor="hf"))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "olmo"])

@@ -5,7 +5,7 @@ import torch
 
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.models.experts import Experts
-from tests.parity.families import SERVED, VARIANTS, executor_of
+from tests.parity.families import NATIVE_ALONE, SERVED, VARIANTS, executor_of
 from tests.parity.harness import (
     greedy_tokens,
     in_processes,
@@ -22,6 +22,7 @@ TOLERANCE = 1e-5
 SAME_BITS = (
     "cohere",
     "gemma3_text",
+    "gemma4_text, shared keys",
     "gpt_oss",
     "llama",
     "llama, one KV head",
@@ -34,17 +35,18 @@ SAME_BITS = (
 
 EVERY_TIME = (
     *("cohere2", "deepseek_v3", "gemma3_text", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "llama"),
-    *("llama, one KV head", "mixtral", "olmo2", "phi3", "qwen2_moe", "starcoder2"),
+    *("gemma4_text, shared keys", "llama, one KV head", "mixtral", "olmo2", "phi3", "qwen2_moe", "starcoder2"),
 )
 """One of each way to split. The layouts of all families are split every time in
 `worker/models/test_families.py`."""
 IN_ALL_WAYS = ("gpt_oss",)
-BITS_EVERY_TIME = ("gpt_oss",)
+BITS_EVERY_TIME = ("gemma4_text, shared keys", "gpt_oss")
 
 
 def executors(family: str, size: int) -> list[str]:
     """What a family is tried on: what serves it, and the HF backend where that is not the same, on two ranks."""
-    return sorted({executor_of(family, size), *(["hf"] if size == 2 else [])})
+    is_tried = size == 2 and family not in NATIVE_ALONE
+    return sorted({executor_of(family, size), *(["hf"] if is_tried else [])})
 
 
 def is_usual(family: str, size: int, executor: str) -> bool:

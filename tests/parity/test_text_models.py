@@ -80,6 +80,19 @@ MODELS = {
         "moe_intermediate_size": 32,
         "tie_word_embeddings": True,
     },
+    "gemma4, E2B": {
+        "model_type": "gemma4_text",
+        "sliding_window": 16,
+        "num_hidden_layers": 5,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention", "full_attention"],
+        "num_key_value_heads": 1,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 24,
+        "vocab_size_per_layer_input": 128,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "tie_word_embeddings": True,
+    },
     "idefics3": {"model_type": "llama"},
     "internvl": {"model_type": "qwen2"},
     "llava": {"model_type": "llama"},
@@ -117,6 +130,7 @@ def write(folder: Path, kind: str, text: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
     torch.manual_seed(0)
+    kind = kind.partition(",")[0]
     config = CONFIG_MAPPING[kind](
         text_config={**TEXT, **text},
         vision_config=VISION_OF.get(kind, VISION),

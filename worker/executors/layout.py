@@ -44,7 +44,10 @@ class Attention:
     num_kv_heads: int
     head_dim: int
     qkv: Linear
-    """Outputs: all query heads, then all key heads, then all value heads."""
+    """Outputs: all query heads, then all key heads, then all value heads. The queries alone with a `kv_source`."""
+    kv_source: int | None = None
+    """Layer before this one, with KV heads of the same number and size and the same window, whose keys and values are
+    read; None: its own."""
     has_gate: bool = False
     """Outputs have one gate for each query behind the queries; the result is multiplied by their sigmoid."""
     query_norm: Norm | None = None
@@ -192,6 +195,39 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInput:
+    """What a layer has of its own input (Gemma 4): `x += norm(projection(activation(gate(x)) * p))` at its end, where p
+    [T, `TokenInputs.dim`] is the layer's part of `TokenInputs`. All ranks compute all of it.
+    """
+
+    gate: Linear
+    """[dim, hidden]"""
+    activation: Activation
+    projection: Linear
+    """[hidden, dim]"""
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenInputs:
+    """Inputs of the layers by token, computed once for a step from what enters the first layer, e [T, hidden]:
+
+    p = (norm(context_scale * context(e)) + table_scale * table[token]) * scale, normed over the `dim` of each layer
+    """
+
+    table: Tensor
+    """[vocabulary, layers * dim], serving dtype. Rows are looked up: on every rank the whole table, as it is mapped."""
+    context: Linear
+    """[layers * dim, hidden]"""
+    norm: Norm
+    """[dim]: the same for each layer."""
+    dim: int
+    table_scale: float
+    context_scale: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     attention_norm: Norm | None
     """Norm of attention, or of what is in its place."""
@@ -208,6 +244,8 @@ class Layer:
     """Only where `mlp` is an `Mlp` and there is an `mlp_out_norm`."""
     mlp_out_norm: Norm | None = None
     residual_scale: float = 1.0
+    input: LayerInput | None = None
+    """Only where the layout has `inputs`, and the MLP is not parallel."""
     output_scale: float = 1.0
     """Multiplies the residual stream at the end of the layer. Only where there is an `mlp_out_norm`."""
     parallel: bool = False
@@ -227,6 +265,8 @@ class DecoderLayout:
     """[rows of this rank, hidden], serving dtype. Rows of all ranks follow each other; the last rank's are padded.
     On the meta device where it is the head's too, whose units have its numbers."""
     embedding_scale: float = 1.0
+    inputs: TokenInputs | None = None
+    """Inputs of the layers' own, beside the residual stream."""
     rotaries: tuple[Rotary, ...]
     layers: tuple[Layer, ...]
     norm: Norm
@@ -240,6 +280,11 @@ def attention_of(layer: Layer) -> Attention:
     """The attention of a layer that keeps keys and values of its KV heads."""
     assert isinstance(layer.attention, Attention), "it has latent attention, or a state"
     return layer.attention
+
+
+def kv_source(layer: Layer) -> int | None:
+    """Index of the layer whose keys and values this one reads; None: its own, or none."""
+    return layer.attention.kv_source if isinstance(layer.attention, Attention) else None
 
 
 def has_state(layout: DecoderLayout) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -230,7 +230,7 @@ def _on_hf_backend(
     hf_config = read_config(folder, config.model.config_changes)
     check_kv_cache_dtype(config, device.type, hf_config)
     facts = facts_of(hf_config, folder, config.model.max_model_len)
-    _check_hf_backend_will_do(config, facts, reason)
+    _check_hf_backend_will_do(config, facts, hf_config, reason)
     logger.info("runs on the HF backend: %s", reason)
     if getattr(hf_config, "kv_lora_rank", None):
         logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
@@ -247,8 +247,11 @@ def _on_hf_backend(
     return LoadedBackend(backend=hf_backend, facts=facts, target=target)
 
 
-def _check_hf_backend_will_do(config: WorkerConfig, facts: ModelFacts, reason: str) -> None:
+def _check_hf_backend_will_do(config: WorkerConfig, facts: ModelFacts, hf_config: Any, reason: str) -> None:
     """Whether a model without a native backend may be served all the same."""
+    if getattr(hf_config, "num_kv_shared_layers", 0):
+        reason = f"layers share the keys and values of others, which only the native backend on CPUs does ({reason})"
+        raise UnsupportedModelError(facts.model_type, reason, OTHER_ENGINE)
     if facts.model_type in FAMILIES and FAMILIES[facts.model_type].keeps_state:
         reason = f"its layers keep a state, which only the native backend on CPUs has slots for ({reason})"
         raise UnsupportedModelError(facts.model_type, reason, OTHER_ENGINE)

@@ -133,7 +133,8 @@ def _check_layers(config: Any) -> None:
     if others and not (config.model_type in FAMILIES and FAMILIES[config.model_type].keeps_state):
         reason = f"it has {', '.join(others)} layers, whose state the paged cache does not hold"
         raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE)
-    if getattr(config, "num_kv_shared_layers", 0):
+    family = FAMILIES.get(config.model_type)
+    if getattr(config, "num_kv_shared_layers", 0) and (family is None or family.shared_kv is None):
         reason = f"{config.num_kv_shared_layers} layers share the keys and values of others"
         raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE)
 

@@ -200,6 +200,22 @@ class MoeBeside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnInputs:
+    """Inputs of layers' own (Gemma 4), where the entry `dim` of config.json is not 0. Names are of modules: of the
+    model, then in a layer.
+    """
+
+    dim: str = "hidden_size_per_layer_input"
+    vocabulary: str = "vocab_size_per_layer_input"
+    table: str = "embed_tokens_per_layer"
+    context: str = "per_layer_model_projection"
+    context_norm: str = "per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    projection: str = "per_layer_projection"
+    norm: str = "post_per_layer_input_norm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One `model_type`. The defaults are those of llama. Names are those of Hugging Face's modules."""
 
@@ -260,6 +276,9 @@ class Family:
     """Over each head, without weights."""
     values_are_keys: Callable[[Any, int], bool] = lambda config, index: False
     """Whether a layer, by config and index, has no linear of values: they are keys before norm and rotation."""
+    shared_kv: Callable[[Any, int], int | None] | None = None
+    """Index of the layer before, by config and index, whose keys and values a layer reads; None: it has its own, as all
+    have without such a rule."""
     query_scale: Callable[[Any], QueryScale | None] = lambda config: None
     scaling: Callable[[Any], float] = lambda config: float(config.head_dim**-0.5)
     """Scaling of attention scores."""
@@ -312,6 +331,8 @@ class Family:
     down: str = "down_proj"
     inner: str = "intermediate_size"
     """The entry of config.json."""
+    inner_factor: Callable[[Any, int], int] = lambda config, index: 1
+    """Multiplies it, by config and index of a layer."""
     mlp_scales: Callable[[Any], tuple[float, float]] = lambda config: (1.0, 1.0)
     """Factors of the gate before the activation, and of the input of `down`."""
     mlp_bias: Setting = False
@@ -319,6 +340,7 @@ class Family:
     """The entry of config.json."""
     moe: Moe | None = None
     beside: MoeBeside | None = None
+    own_inputs: OwnInputs | None = None
 
     # scales
     output_scale: str | None = None
@@ -339,6 +361,10 @@ class Family:
         slides = self.windows is Windows.ALL or config.layer_types[index] == "sliding_attention"
         window: int | None = config.sliding_window if slides else None
         return window
+
+    def kv_source(self, config: Any, index: int) -> int | None:
+        """The layer whose keys and values a layer reads, by config and index; None: its own."""
+        return None if self.shared_kv is None else self.shared_kv(config, index)
 
     @property
     def keeps_state(self) -> bool:

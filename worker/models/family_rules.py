@@ -42,11 +42,26 @@ def derive_gemma4(config: Any) -> None:
     own = config.per_layer_config
     if own is None:
         own = {str(index): full for index, kind in enumerate(config.layer_types) if kind == "full_attention"}
+    first = config.num_hidden_layers - (config.num_kv_shared_layers or 0)
+    config.layers_sharing_kv = "|".join(map(str, range(first, config.num_hidden_layers))) or "none"
     heads = {"head_dim": config.head_dim, "num_key_value_heads": config.num_key_value_heads}
     config.is_heterogeneous = True
     config.per_layer_config = [
         SimpleNamespace(**{**heads, **own.get(str(index), {})}) for index in range(config.num_hidden_layers)
     ]
+
+
+def shares_kv(config: Any, index: int) -> bool:
+    """Whether a layer of Gemma 4 reads the keys and values of another."""
+    return index >= config.num_hidden_layers - (config.num_kv_shared_layers or 0)
+
+
+def kv_source_gemma4(config: Any, index: int) -> int | None:
+    """The last layer of the same kind that has keys and values of its own; there is one (`stated_config.py`)."""
+    if not shares_kv(config, index):
+        return None
+    own = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
+    return len(own) - 1 - own[::-1].index(config.layer_types[index])
 
 
 def derive_qwen(kind_of: Callable[[Any, int], bool]) -> Callable[[Any], None]:

@@ -75,6 +75,7 @@ class MemoryEstimator:
         check_block_size(self.block_size, device)
         keeps_latents = is_native and family is not None and family.latent
         kept_by = filter(partial(_keeps_kv, hf_config), range(hf_config.num_hidden_layers))
+        kept_by = (layer for layer in kept_by if family is None or family.kv_source(hf_config, layer) is None)
         specs = [_latent_spec(hf_config) if keeps_latents else _kv_spec(hf_config, plan, layer) for layer in kept_by]
         form = BlockForm(specs, dtype, config.cache.kv_cache_dtype == "int8")
         self.window: Window | None = None

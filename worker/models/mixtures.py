@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from holdfast.worker.models.family import Family, HeadNorms, Moe, MoeBeside, NormKind, Windows
+from holdfast.worker.models.family import Family, HeadNorms, Moe, MoeBeside, NormKind, OwnInputs, Windows
 from holdfast.worker.models.family_bases import (
     BARE,
     ERNIE,
@@ -30,6 +30,8 @@ from holdfast.worker.models.family_rules import (
     full_every,
     has_window,
     is_between,
+    kv_source_gemma4,
+    shares_kv,
 )
 
 MIXTURES: Final[Mapping[str, Family]] = {
@@ -81,7 +83,9 @@ MIXTURES: Final[Mapping[str, Family]] = {
             "attention_k_eq_v": False,
             "per_layer_config": None,
             "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262_144,
             "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
             "enable_moe_block": False,
             "num_experts": None,
             "top_k_experts": None,
@@ -95,6 +99,10 @@ MIXTURES: Final[Mapping[str, Family]] = {
         softcap=None,
         norms_values=True,
         values_are_keys=lambda config, index: config.attention_k_eq_v and not has_window(config, index),
+        shared_kv=kv_source_gemma4,
+        unused=(r"layers\.({layers_sharing_kv})\.self_attn\.[kv]_(proj|norm)\.",),
+        inner_factor=lambda config, index: 2 if config.use_double_wide_mlp and shares_kv(config, index) else 1,
+        own_inputs=OwnInputs(),
         rope={"rope_type": "proportional", "partial_rotary_factor": 0.25},
         theta=1_000_000.0,
         local_theta=10_000.0,

@@ -132,6 +132,10 @@ class RankShare:
         weight = self.tensors.take(f"{name}.weight", shape)
         return Linear(weights=(weight.to(torch.float32) if exact else self.numbers(weight),), bias=bias)
 
+    def rounded_scale(self, scale: float) -> float:
+        """The scale of an embedding: it is loaded in the checkpoint's dtype, as the weights are."""
+        return float(torch.tensor(scale).to(self.config.dtype or self.dtype).to(self.dtype).item())
+
     def vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The vector in float32, as it is stored."""
         return self.tensors.take(name, shape).to(torch.float32).flatten()

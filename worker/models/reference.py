@@ -2,7 +2,7 @@
 the oracle for the others.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import torch
@@ -19,7 +19,9 @@ from holdfast.worker.executors.layout import (
     Experts,
     LatentAttention,
     Layer,
+    LayerInput,
     Mlp,
+    kv_source,
 )
 from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.mapped_files import MappedFiles
@@ -40,6 +42,18 @@ CONVERTED_AT_A_TIME: Final = 2**18
 
 GIVEN_BACK_FROM: Final = 2**20
 """Bytes of a weight whose pages are given back once it has been used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Carried:
+    """State that layers of one sequence share beside the residual stream."""
+
+    positions: Tensor
+    """[T]"""
+    inputs: Tensor | None
+    """[T, layers, dim]: inputs of the layers' own."""
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Keys and values by the layer that made them."""
 
 
 class Reference:
@@ -68,19 +82,29 @@ class Reference:
         layout = self._layout
         positions = torch.arange(len(token_ids)) if positions is None else positions
         x = self._embed(token_ids)
+        carried = _Carried(positions=positions, inputs=self._inputs(token_ids, x))
         for index in range(len(layout.layers)):
-            x = self.run_layer(index, x, positions)
+            x = self._run_layer(index, x, carried)
         logits = self._linear(layout.head, self._norm(layout.norm, x))
         logits = self._group.all_gather(logits)[:, : layout.vocab_size] * layout.logit_scale
         return logits if layout.logit_softcap is None else softcapped(logits, layout.logit_softcap)
 
     def run_layer(self, index: int, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """The residual stream [T, hidden] of one sequence, after layer `index`."""
-        layer = self._layout.layers[index]
+        """The residual stream [T, hidden] of one sequence, after layer `index`. Inputs of its own are those of token 0
+        where x enters the first layer; keys and values of another layer are those that it makes of x.
+        """
         positions = torch.arange(len(x)) if positions is None else positions
         x = x.to(self._dtype)
+        token_ids = torch.zeros(len(x), dtype=torch.long)
+        carried = _Carried(positions=positions, inputs=self._inputs(token_ids, x))
+        if (source := kv_source(self._layout.layers[index])) is not None:
+            self._run_layer(source, x, carried)
+        return self._run_layer(index, x, carried)
+
+    def _run_layer(self, index: int, x: Tensor, carried: "_Carried") -> Tensor:
+        layer = self._layout.layers[index]
         y = self._norm(layer.attention_norm, x)
-        y = self._mix(layer, y, positions)
+        y = self._mix(index, y, carried)
         mixed = self._out(layer, layer.attention_out_norm, y)
         if layer.mlp is None:
             return x + mixed
@@ -91,7 +115,26 @@ class Reference:
         y = self._feed(layer.mlp, self._norm(layer.mlp_norm, x))
         if layer.beside is not None:
             y = self._norm(layer.beside.mlp_out_norm, y) + self._beside(layer.beside, x)
-        return (x + self._out(layer, layer.mlp_out_norm, y)) * layer.output_scale
+        x = x + self._out(layer, layer.mlp_out_norm, y)
+        if layer.input is not None:
+            assert carried.inputs is not None, "layers with inputs of their own have some"
+            x = x + self._input(layer.input, x, carried.inputs[:, index])
+        return x * layer.output_scale
+
+    def _inputs(self, token_ids: Tensor, x: Tensor) -> Tensor | None:
+        """Inputs of the layers' own [T, layers, dim], if they have some; x [T, hidden] enters the first layer."""
+        inputs = self._layout.inputs
+        if inputs is None:
+            return None
+        shape = len(x), len(self._layout.layers), inputs.dim
+        context = self._norm(inputs.norm, (self._linear(inputs.context, x) * inputs.context_scale).view(shape))
+        rows = F.embedding(token_ids, inputs.table).to(self._dtype).view(shape)
+        return (context + rows * inputs.table_scale) * inputs.scale
+
+    def _input(self, own: LayerInput, x: Tensor, inputs: Tensor) -> Tensor:
+        """x [T, hidden], inputs [T, dim]: what is added to x."""
+        gated = activated(own.activation, self._linear(own.gate, x)) * inputs
+        return self._norm(own.norm, self._linear(own.projection, gated))
 
     def _beside(self, beside: Beside, x: Tensor) -> Tensor:
         routed = self._norm(beside.router_norm, x)
@@ -121,14 +164,14 @@ class Reference:
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight.to(self._dtype)
         return y if norm.bias is None else y + norm.bias.to(self._dtype)
 
-    def _mix(self, layer: Layer, x: Tensor, positions: Tensor) -> Tensor:
+    def _mix(self, index: int, x: Tensor, carried: "_Carried") -> Tensor:
         """Attention over the normed rows [T, hidden], or what is in its place; zeros where nothing is."""
-        state, attention = layer.state, layer.attention
+        state, attention = self._layout.layers[index].state, self._layout.layers[index].attention
         if isinstance(state, ShortConv):
             return self._convolve(state, x)
         if isinstance(state, GatedDeltaNet):
             return self._recur(state, x)
-        parts = [] if attention is None else [self._attended(attention, x, positions)]
+        parts = [] if attention is None else [self._attended(index, attention, x, carried)]
         parts += [] if state is None else [self._scan(state, x)]
         last = state if attention is None else attention
         if last is None or last.output is None:
@@ -136,11 +179,11 @@ class Reference:
         slices = [part.view(len(x), last.num_slices, -1) for part in parts]
         return self._row_parallel(last.output, torch.cat(slices, -1).flatten(1))
 
-    def _attended(self, attention: Attention | LatentAttention, x: Tensor, positions: Tensor) -> Tensor:
+    def _attended(self, index: int, attention: Attention | LatentAttention, x: Tensor, carried: "_Carried") -> Tensor:
         """Input of attention's output projection."""
         if isinstance(attention, LatentAttention):
-            return self._attend_latents(attention, x, positions)
-        return self._attend(attention, x, positions)
+            return self._attend_latents(attention, x, carried.positions)
+        return self._attend(index, attention, x, carried)
 
     def _attend_latents(self, attention: LatentAttention, x: Tensor, positions: Tensor) -> Tensor:
         """Latent attention over the normed rows [T, hidden]."""
@@ -225,22 +268,32 @@ class Reference:
         sums = sums if conv.bias is None else sums + conv.bias.to(self._dtype)
         return self._row_parallel(conv.output, c * sums)
 
-    def _attend(self, attention: Attention, x: Tensor, positions: Tensor) -> Tensor:
+    def _attend(self, index: int, attention: Attention, x: Tensor, carried: "_Carried") -> Tensor:
         """Attention over the normed rows [T, hidden]: [T, heads * head_dim]."""
-        heads, kv_heads, size = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        heads, size, positions = attention.num_heads, attention.head_dim, carried.positions
         gates = heads if attention.has_gate else 0
+        kv_heads = attention.num_kv_heads if attention.kv_source is None else 0
         parts = [count * size for count in (heads, gates, kv_heads, kv_heads)]
         q, gate, k, v = torch.split(self._linear(attention.qkv, x), parts, -1)
         q = self._heads(q, attention.query_norm, attention, positions)
         if attention.query_scale is not None:
             q = q * attention.query_scale.factors(int(positions.max()) + 1)[positions, None, None]
         q = self._round(q)
-        k = self._kept(self._round(self._heads(k, attention.key_norm, attention, positions)))
-        v = self._norm(attention.value_norm, v.view(-1, kv_heads, size)) * attention.value_scale
-        v = self._kept(self._round(v))
-        mixed = self._weights(attention, q, k, positions) @ v.repeat_interleave(heads // kv_heads, 1).transpose(0, 1)
+        if attention.kv_source is None:
+            carried.kept[index] = self._keys_and_values(attention, k, v, positions)
+        k, v = carried.kept[index if attention.kv_source is None else attention.kv_source]
+        mixed = self._weights(attention, q, k, positions) @ v.repeat_interleave(
+            heads // attention.num_kv_heads, 1
+        ).transpose(0, 1)
         y = mixed.transpose(0, 1).flatten(1)
         return y * gate.sigmoid() if attention.has_gate else y
+
+    def _keys_and_values(self, attention: Attention, k: Tensor, v: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Both [T, KV heads, head_dim], as a cache keeps them."""
+        k = self._kept(self._round(self._heads(k, attention.key_norm, attention, positions)))
+        v = v.view(-1, attention.num_kv_heads, attention.head_dim)
+        v = self._norm(attention.value_norm, v) * attention.value_scale
+        return k, self._kept(self._round(v))
 
     def _heads(self, x: Tensor, norm: Norm | None, attention: Attention, positions: Tensor) -> Tensor:
         """Queries or keys [T, heads, head_dim], normed and rotated."""

@@ -93,6 +93,10 @@ def _check_layers(config: Any, family: Family) -> None:
             raise NotStated(f"it has {len(found)} {key} and {config.num_hidden_layers} layers")
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - family.layer_types):
         raise NotStated(f"it has {', '.join(others)} layers")
+    if num_shared := getattr(config, "num_kv_shared_layers", None):
+        kinds = config.layer_types
+        if len(kinds) <= num_shared or not set(kinds) <= set(kinds[:-num_shared]):
+            raise NotStated(f"num_kv_shared_layers = {num_shared}: no layer of a kind has keys and values of its own")
 
 
 # --- rotary angles ---
@@ -280,13 +284,14 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
         (_or_none(_is_count), "q_lora_rank n_group topk_group"),
         (_or_none(_is_count), "block_ff_dim global_head_dim num_global_key_value_heads top_k_experts"),
         (_or_none(_is_index), "hidden_size_per_layer_input num_kv_shared_layers"),
+        (_is_count, "vocab_size_per_layer_input"),
         (_or_none(_are_heads_of_layers), "per_layer_config"),
         (_or_none(_is_index), "sliding_window"),
         (_is_index, "max_window_layers sliding_window_pattern n_shared_experts moe_num_shared_experts"),
         (_is_index, "moe_layer_start_index first_k_dense_replace"),
         (_is_index_or_last, "moe_layer_end_index"),
         (_is_flag, "tie_word_embeddings attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qkv_bias"),
-        (_is_flag, "attention_k_eq_v enable_moe_block transposed_experts"),
+        (_is_flag, "attention_k_eq_v enable_moe_block transposed_experts use_double_wide_mlp"),
         (_is_flag, "conv_bias block_auto_adjust_ff_dim"),
         (_or_none(_is_flag), "tie_embedding rope_interleave"),
         (_is_flag, "use_sliding_window use_qk_norm qk_layernorm use_parallel_residual norm_topk_prob"),

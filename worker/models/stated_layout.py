@@ -84,8 +84,6 @@ class LayoutBuilder:
 
     def layout(self) -> DecoderLayout:
         config, family, share = self._config, self._family, self._share
-        if any(getattr(config, name, None) for name in ("hidden_size_per_layer_input", "num_kv_shared_layers")):
-            raise NotStated("its layers have inputs of their own, or share keys and values")
         shape = (config.vocab_size, config.hidden_size)
         table = share.tensors.take(f"{family.base}{family.embedding}.weight", shape)
         whole_head = self._own_head(table)
@@ -98,6 +96,7 @@ class LayoutBuilder:
             vocab_size=config.vocab_size,
             embedding=share.embedding(table, head if whole_head is None else None),
             embedding_scale=self._embedding_scale() * family.embedding_scale(config),
+            inputs=self._mlps.token_inputs(),
             rotaries=tuple(rotaries.values()),
             layers=tuple(self._layers(tuple(rotaries))),
             norm=self._norm(family.base, family.final_norm),
@@ -135,10 +134,7 @@ class LayoutBuilder:
         return None if is_same else stored
 
     def _embedding_scale(self) -> float:
-        if not self._family.scales_embedding:
-            return 1.0
-        scale = torch.tensor(self._config.hidden_size**0.5)  # loaded in the checkpoint's dtype, as the weights
-        return float(scale.to(self._config.dtype or self._share.dtype).to(self._share.dtype).item())
+        return self._share.rounded_scale(self._config.hidden_size**0.5) if self._family.scales_embedding else 1.0
 
     def _rotaries(self) -> Mapping[str, Rotary]:
         """Rotary angles by type of layer; under the empty name if there is one for all."""
@@ -214,6 +210,7 @@ class LayoutBuilder:
             beside=self._mlps.beside(prefix),
             mlp_out_norm=self._optional_norm(prefix, family.mlp_out_norm),
             residual_scale=family.residual_scale(self._config),
+            input=self._mlps.input(prefix),
             output_scale=self._output_scale(prefix),
             parallel=parallel,
         )
@@ -237,17 +234,18 @@ class LayoutBuilder:
         slices = share.slices(config.num_attention_heads)
         shape = config.hidden_size, config.num_attention_heads * size
         output = share.rows(prefix + family.output, shape, slices, has_bias=is_set(family.output_bias, config))
-        num_heads = output.in_features // size
+        source = family.kv_source(config, index)
         return Attention(
-            num_heads=num_heads,
-            num_kv_heads=(qkv.out_features // size - (1 + family.has_output_gate) * num_heads) // 2,
+            num_heads=output.in_features // size,
+            num_kv_heads=share.part(kv_heads * size, kv_heads)[1] // size,
             head_dim=size,
             qkv=qkv,
+            kv_source=source,
             has_gate=family.has_output_gate,
             query_norm=self._head_norm(prefix + family.query_norm, config.num_attention_heads, size),
-            key_norm=self._head_norm(prefix + family.key_norm, kv_heads, size),
+            key_norm=None if source is not None else self._head_norm(prefix + family.key_norm, kv_heads, size),
             norms_after_rotation=family.norms_after_rotation,
-            value_norm=self._value_norm(size) if family.norms_values else None,
+            value_norm=self._value_norm(size) if family.norms_values and source is None else None,
             query_scale=family.query_scale(config),
             value_scale=family.value_scale(config),
             rotary=self._rotary_index(index, rotaries),
@@ -285,6 +283,9 @@ class LayoutBuilder:
         size, kv_heads = head_dim(config, index), num_kv_heads(config, index)
         queries, keys = config.num_attention_heads * size, kv_heads * size
         outputs = [((1 + family.has_output_gate) * queries, None), *[(keys, kv_heads)] * 2]
+        if family.kv_source(config, index) is not None:
+            names, has_bias = [prefix + family.qkv[0]], is_set(family.qkv_bias, config)
+            return self._share.columns(names, outputs[:1], config.hidden_size, has_bias=has_bias)
         if family.values_are_keys(config, index):
             names, has_bias = [prefix + name for name in family.qkv[:2]], is_set(family.qkv_bias, config)
             keys_twice = self._share.columns(names, outputs[:2], config.hidden_size, has_bias=has_bias, together=size)

@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.layout import Activation, Beside, Experts, Mlp
+from holdfast.worker.executors.layout import Activation, Beside, Experts, LayerInput, Mlp, TokenInputs
 from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.units import UNIT
 from holdfast.worker.models.family import Moe, is_set
@@ -41,7 +41,8 @@ class MlpBuilder:
         """MLP or experts of one layer, whose tensors have names with this prefix."""
         moe, own = self._family.moe, f"{prefix}{self._family.mlp}."
         if moe is None or not moe.in_layer(self._config, index):
-            return self._mlp(own, getattr(self._config, self._family.inner))
+            inner = getattr(self._config, self._family.inner)
+            return self._mlp(own, inner * self._family.inner_factor(self._config, index))
         if moe.module is None:
             return self._experts(moe, own, f"{own}{moe.shared}.")
         return self._experts(moe, f"{prefix}{moe.module}.", own)
@@ -96,6 +97,36 @@ class MlpBuilder:
             experts=experts,
             shared=shared,
             shared_gate=gate,
+        )
+
+    def input(self, prefix: str) -> LayerInput | None:
+        """The part of a layer that takes its own input, if the model has them."""
+        own, share, hidden = self._family.own_inputs, self._share, self._config.hidden_size
+        if own is None or not (dim := getattr(self._config, own.dim)):
+            return None
+        return LayerInput(
+            gate=share.whole(prefix + own.gate, (dim, hidden)),
+            activation=self._activation,
+            projection=share.whole(prefix + own.projection, (hidden, dim)),
+            norm=share.norm(prefix + own.norm, (hidden,), has_bias=False),
+        )
+
+    def token_inputs(self) -> TokenInputs | None:
+        """The inputs of all layers, if the model has them. Raises `NotStated` where some tokens have none."""
+        own, config, share = self._family.own_inputs, self._config, self._share
+        if own is None or not (dim := getattr(config, own.dim)):
+            return None
+        base, columns, rows = self._family.base, config.num_hidden_layers * dim, getattr(config, own.vocabulary)
+        if rows < config.vocab_size:
+            raise NotStated(f"its layers have inputs for {rows} tokens of {config.vocab_size}")
+        return TokenInputs(
+            table=share.numbers(share.tensors.take(f"{base}{own.table}.weight", (rows, columns))),
+            context=share.whole(base + own.context, (columns, config.hidden_size)),
+            norm=share.norm(base + own.context_norm, (dim,), has_bias=False),
+            dim=dim,
+            table_scale=share.rounded_scale(dim**0.5),
+            context_scale=config.hidden_size**-0.5,
+            scale=2.0**-0.5,
         )
 
     def beside(self, prefix: str) -> Beside | None:

@@ -66,6 +66,12 @@ CLOSERS = [
     "\n</parameter>",
     "</parameter>",
     "</tool_call>",
+    "</arg_value>",
+    "</｜DSML｜parameter>",
+    "</｜DSML｜function_calls>",
+    "</｜DSML｜tool_calls>",
+    "</minimax:tool_call>",
+    "<|tool_calls_section_end|>",
     "</think>",
     *'"}])>',
 ]

@@ -231,6 +231,11 @@ def rotaries(change: Callable[[Any], Any]) -> Callable[[DecoderLayout], DecoderL
     return lambda layout: replace(layout, rotaries=tuple(map(change, layout.rotaries)))
 
 
+def inputs(change: Callable[[Any], dict[str, Any]]) -> Callable[[DecoderLayout], DecoderLayout]:
+    return lambda layout: replace(layout, inputs=replace(layout.inputs, **change(layout.inputs)))
+
+
+SHARED = "gemma4_text, shared keys"
 OTHER_STYLE = rotaries(lambda rotary: replace(rotary, interleaved=not rotary.interleaved))
 LATE = {"rope_parameters": {**YARN, "original_max_position_embeddings": 20, "llama_4_scaling_beta": 0.3}}
 MISTAKES: dict[str, tuple[str, Callable[[DecoderLayout], DecoderLayout]]] = {
@@ -283,6 +288,20 @@ MISTAKES: dict[str, tuple[str, Callable[[DecoderLayout], DecoderLayout]]] = {
         "gemma4_text",
         besides(lambda one: replace(one, out_norm=one.mlp_out_norm, mlp_out_norm=one.out_norm)),
     ),
+    "keys of the first layer of a kind": (
+        SHARED,
+        every_layer(
+            lambda layer: (
+                replace(layer, attention=replace(layer.attention, kv_source=0))
+                if layer.attention.kv_source == 2
+                else layer
+            )
+        ),
+    ),
+    "inputs of the layer before": (SHARED, inputs(lambda one: {"table": one.table.roll(one.dim, 1)})),
+    "inputs of the token before": (SHARED, inputs(lambda one: {"table": one.table.roll(1, 0)})),
+    "scale of a table of inputs": (SHARED, inputs(lambda one: {"table_scale": 1.0})),
+    "no input of a layer": (SHARED, every_layer(lambda layer: replace(layer, input=None))),
     "norms before rotation": ("hunyuan_v1_dense", attentions(norms_after_rotation=False)),
     "query scale": ("ministral3", attentions(query_scale=None)),
     "query scale, later": ("ministral3, later", attentions(query_scale=QueryScale(beta=0.31, length=20))),

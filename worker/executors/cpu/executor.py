@@ -30,7 +30,7 @@ from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeLayer, 
 from holdfast.worker.executors.cpu.tile_memory import COMPACT_CLASSES, Arena
 from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.kv_cache import KVSpec
-from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.layout import DecoderLayout, kv_source
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.model_info import Window
 
@@ -73,6 +73,7 @@ class CpuExecutor:
         self._cache: TiledCache | None = None
         self._states: StateCache | None = None
         self._state_layers = [index for index, layer in enumerate(layout.layers) if layer.state is not None]
+        self._kv_sources = [kv_source(layer) for layer in layout.layers]
         self._kept_states = [layer.state for layer in layout.layers if layer.state is not None]
         self._in_int8 = False
         self._pool = self._library.native_pool_create(num_threads, -1, None)
@@ -179,6 +180,11 @@ class CpuExecutor:
         for layer, address, table in zip(self._attending(), self._cache.addresses, self._cache.tables, strict=True):
             layer.pages = address
             layer.block_size, layer.block_bytes, layer.has_own_table = table
+        for layer, source in zip(self.packed.layers, self._kv_sources, strict=True):
+            if source is not None:
+                of = self.packed.layers[source]
+                layer.pages, layer.block_size = of.pages, of.block_size
+                layer.block_bytes, layer.has_own_table = of.block_bytes, of.has_own_table
         self.packed.model.kept_as = KEPT_AS_INT8 if self._in_int8 else 0
         return self._cache
 
@@ -206,12 +212,12 @@ class CpuExecutor:
         return BlockMemory(blocks=self._cache.bytes, form=form, states=states.bytes, copy_states=states.copy)
 
     def _attending(self) -> list[NativeLayer]:
-        """The layers that keep keys and values."""
-        return [layer for layer in self.packed.layers if layer.num_heads]
+        """The layers that keep keys and values of their own."""
+        return [layer for layer in self.packed.layers if layer.num_heads and not layer.reads_others]
 
     @property
     def kv_specs(self) -> list[KVSpec]:
-        """Keys and values of each layer that attends."""
+        """Keys and values of each layer that keeps some."""
         return [
             KVSpec(
                 num_heads=layer.num_heads,
@@ -386,7 +392,10 @@ class CpuExecutor:
     # --- for proofs ---
 
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
-        """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their pages."""
+        """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their pages. A layer that
+        reads keys and values of another finds those that the other makes of the same rows."""
+        if (source := self._kv_sources[index]) is not None:
+            self.run_layer(source, x, batch)
         step = self._begin(batch, False, first_layer=index)
         residual = self._residual(len(x))
         residual.copy_(x)

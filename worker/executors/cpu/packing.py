@@ -31,6 +31,7 @@ from holdfast.worker.executors.cpu.structures import (
     NativeExperts,
     NativeLatent,
     NativeLayer,
+    NativeLayerInput,
     NativeLinear,
     NativeMlp,
     NativeModel,
@@ -38,6 +39,7 @@ from holdfast.worker.executors.cpu.structures import (
     NativeRecurrence,
     NativeRotary,
     NativeShortConv,
+    NativeTokenInputs,
     NativeUnits,
 )
 from holdfast.worker.executors.cpu.tile_memory import (
@@ -63,8 +65,10 @@ from holdfast.worker.executors.layout import (
     Experts,
     LatentAttention,
     Layer,
+    LayerInput,
     Mlp,
     Rotary,
+    TokenInputs,
 )
 from holdfast.worker.executors.layout_arithmetic import QueryScale
 from holdfast.worker.executors.linears import Linear, Norm
@@ -137,6 +141,7 @@ class PackedModel:
             embedding=None if is_tied(layout) else self._embedding(layout.embedding),
             norm=self._norm(layout.norm),
             head=self._linear(layout.head) if head is None else head,
+            inputs=None if layout.inputs is None else self._token_inputs(layout.inputs, len(layout.layers)),
             embedding_scale=layout.embedding_scale,
             logit_scale=layout.logit_scale,
             logit_softcap=layout.logit_softcap or 0.0,
@@ -174,13 +179,39 @@ class PackedModel:
             self._put_short_conv(native, layer.state)
         elif layer.state is not None:
             self._put_recurrence(native, layer.state)
+        if layer.input is not None:
+            native.input = self._layer_input(layer.input)
         return native
+
+    def _layer_input(self, own: LayerInput) -> Any:
+        described = NativeLayerInput(
+            gate=self._linear(own.gate),
+            projection=self._linear(own.projection),
+            norm=self._norm(own.norm),
+            activation=_ACTIVATIONS.index(own.activation),
+        )
+        self._kept.append(described)
+        return ctypes.pointer(described)
+
+    def _token_inputs(self, inputs: TokenInputs, num_layers: int) -> Any:
+        described = NativeTokenInputs(
+            table=self._embedding(inputs.table, is_kept=False),
+            context=self._linear(inputs.context, rows=padded_places(num_layers * inputs.dim, num_layers, GROUP)),
+            norm=self._norm(inputs.norm),
+            table_scale=inputs.table_scale,
+            context_scale=inputs.context_scale,
+            scale=inputs.scale,
+            dim=inputs.dim,
+        )
+        self._kept.append(described)
+        return ctypes.pointer(described)
 
     def _put_attention(self, native: NativeLayer, attention: Attention) -> None:
         native.query_norm = self._norm(attention.query_norm)
         native.key_norm = self._norm(attention.key_norm)
         native.value_norm = self._norm(attention.value_norm)
         native.qkv = self._linear(attention.qkv)
+        native.reads_others = int(attention.kv_source is not None)
         native.output = self._linear(attention.output, slices=attention.num_slices)
         native.sinks = None if attention.sinks is None else self._floats(attention.sinks)
         if attention.query_scale is not None:
@@ -396,10 +427,15 @@ class PackedModel:
         if self._spent is not None and not in_order:
             self._spent.read(linear.weights, slice(None))
 
-    def _embedding(self, table: Tensor) -> int:
-        """The table as it is: rows are read from it, in a file or in memory."""
+    def _embedding(self, table: Tensor, *, is_kept: bool = True) -> int:
+        """The table as it is: rows are read from it, in a file or in memory. Unless it `is_kept`, pages of a file that
+        the check has read are given back.
+        """
         if not self._arena.is_packed:
-            check_finite(table)
+            for first in range(0, len(table), rows := max(1, PIECE_BYTES // table[0].nbytes)):
+                check_finite(table[first : first + rows])
+                if not is_kept and self._spent is not None:
+                    self._spent.give_back(table[first : first + rows])
         return self._address(table.contiguous())
 
     def _floats(self, tensor: Tensor) -> int:

@@ -151,6 +151,22 @@ class NativeLatent(Structure):
     )
 
 
+class NativeLayerInput(Structure):
+    _fields_ = (("gate", NativeLinear), ("projection", NativeLinear), ("norm", NativeNorm), ("activation", c_int))
+
+
+class NativeTokenInputs(Structure):
+    _fields_ = (
+        ("table", c_void_p),
+        ("context", NativeLinear),
+        ("norm", NativeNorm),
+        ("table_scale", c_float),
+        ("context_scale", c_float),
+        ("scale", c_float),
+        ("dim", c_int),
+    )
+
+
 class NativeLayer(Structure):
     _fields_ = (
         ("attention_norm", NativeNorm),
@@ -171,6 +187,7 @@ class NativeLayer(Structure):
         ("conv", POINTER(NativeShortConv)),
         ("recurrence", POINTER(NativeRecurrence)),
         ("latent", POINTER(NativeLatent)),
+        ("input", POINTER(NativeLayerInput)),
         ("states", c_void_p),
         ("state_length", c_long),
         ("block_bytes", c_long),
@@ -191,6 +208,7 @@ class NativeLayer(Structure):
         ("parallel", c_int),
         ("block_size", c_int),
         ("has_own_table", c_int),
+        ("reads_others", c_int),
     )
 
 
@@ -241,6 +259,7 @@ class NativeModel(Structure):
         ("embedding", c_void_p),
         ("norm", NativeNorm),
         ("head", NativeLinear),
+        ("inputs", POINTER(NativeTokenInputs)),
         ("exchange", POINTER(NativeExchange)),
         ("embedding_scale", c_float),
         ("logit_scale", c_float),
@@ -333,6 +352,8 @@ SIZES = {
             NativeShortConv,
             NativeRecurrence,
             NativeLatent,
+            NativeLayerInput,
+            NativeTokenInputs,
             NativeLayer,
             NativeExchange,
             NativeModel,

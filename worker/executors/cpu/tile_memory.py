@@ -200,6 +200,10 @@ class FreedWeights:
         self._files = MappedFiles()
         self._shared = _overlapping(layout)
 
+    def give_back(self, part: Tensor) -> None:
+        """Lets the system take its pages if they are a file's; they can be read again."""
+        self._files.give_back(part)
+
     def read(self, weights: tuple[Tensor, ...], rows: slice) -> None:
         """These rows of each will not be read again.
 

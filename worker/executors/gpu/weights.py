@@ -19,6 +19,7 @@ from holdfast.worker.executors.layout import (
     Rotary,
     attention_of,
     has_state,
+    kv_source,
 )
 from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.stored_matrix import StoredMatrix
@@ -250,6 +251,8 @@ def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> 
         return f"blocks of {block_size} tokens neither divide 64 nor are a multiple of it"
     if has_state(layout):
         return "layers that keep a state run on CPUs alone"
+    if layout.inputs is not None or any(kv_source(layer) is not None for layer in layout.layers):
+        return "its layers have inputs of their own, or share keys and values, which the kernels do not do"
     groups = set()
     for layer in layout.layers:
         if layer.attention is None or layer.mlp is None:

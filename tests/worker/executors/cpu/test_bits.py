@@ -15,6 +15,7 @@ CASES = {
     "sinks, clamped experts": ("gpt_oss", ()),
     "experts": ("mixtral", ()),
     "a mixture beside an MLP, norms of values": ("gemma4_text", (("sliding_window", 70),)),
+    "inputs of layers' own, shared keys and values": ("gemma4_text, shared keys", (("sliding_window", 70),)),
     "groups of experts, a bias of choice": ("glm4_moe, groups", ()),
     "norms after rotation, a shared expert": ("hunyuan_v1_moe", ()),
     "queries that grow": ("ministral3", ()),

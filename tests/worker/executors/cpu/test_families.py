@@ -22,6 +22,7 @@ FEW = (
     "ernie4_5_moe",
     "gemma3_text, softcap",
     "gemma4_text",
+    "gemma4_text, shared keys",
     "glm4_moe, groups",
     "glm4_moe_lite",
     "gpt_oss",

@@ -8,10 +8,14 @@ namespace {
 template <class W> bool Decoder<W>::attention_half(int index, Thread& t) {
   const NativeLayer& l = m.layers[index];
   if (t.run.tid == 0 && step.progress) __atomic_fetch_add(step.progress, 1, __ATOMIC_RELAXED);
-  if (index > t.first_layer && !finish(t, m.layers[index - 1], false)) return false;
+  if (index > t.first_layer && !end_layer(t, index - 1)) return false;
+  if (index == t.first_layer && m.inputs && !make_inputs(t)) return false;
+  if (t.narrows && index == first_reader && !narrow(t)) return false;
+  if (!t.num_rows) return true;
   if (!mixes(l)) return !t.narrows || index < m.num_layers - 1 || narrow(t);
   if (keeps_state(l)) return state_half(index, t);
   if (l.latent) return latent_half(index, t);
+  if (t.narrows && index >= first_reader) return wanted_half(index, t);
   if (t.narrows && index == m.num_layers - 1) return narrowing_half(l, t);
   Rows rows;
   if (!norm_inputs(t, l, rows)) return false;
@@ -78,7 +82,7 @@ template <class W> int Decoder<W>::queries_end(const NativeLayer& l) {
 template <class W> template <class K>
 void Decoder<W>::prepare(const Pages<K>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head) {
   prepare_queries(pages.shape, l, own, unit, kv_head);
-  prepare_keys(pages, l, own, unit, kv_head);
+  if (!l.reads_others) prepare_keys(pages, l, own, unit, kv_head);
 }
 template <class W>
 void Decoder<W>::prepare_queries(const HeadShape& s, const NativeLayer& l, Local& own, Unit unit, int kv_head) {

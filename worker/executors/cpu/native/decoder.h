@@ -127,6 +127,20 @@ struct NativeLatent {
   int plain_dim, rope_dim, latent_dim, value_dim;
 };
 
+// What a layer has of its own input (`layer_inputs.h`), and what all layers' inputs are made of.
+struct NativeLayerInput {
+  NativeLinear gate, projection;  // not shared by ranks
+  NativeNorm norm;
+  int activation;
+};
+struct NativeTokenInputs {
+  const void* table;     // [vocabulary][layers][dim], not packed: of the whole model, on every rank
+  NativeLinear context;  // outputs: [layers][dim, filled up to whole groups]
+  NativeNorm norm;
+  float table_scale, context_scale, scale;
+  int dim;
+};
+
 // Either half may be missing.
 struct NativeLayer {
   NativeNorm attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, query_norm, key_norm, value_norm;
@@ -141,6 +155,7 @@ struct NativeLayer {
   const NativeRecurrence* recurrence;  // likewise; or beside attention: then each slice of the output's inputs has
                                        // values of attention first
   const NativeLatent* latent;   // of latent attention: one KV head of `head_dim` = latent and rope; or null
+  const NativeLayerInput* input;  // or null
   float* states;                // [slots][state_length]: what such a layer keeps of sequences
   long state_length;
   long block_bytes;  // of its pages: from a block to the next; 0: blocks follow one another
@@ -148,6 +163,7 @@ struct NativeLayer {
   int num_heads, num_kv_heads, head_dim, heads_per_slice, window, rotary, head_norms, norms_after_rotation,
       has_gate, parallel;  // head_norms: see `HeadNorms`; has_gate: a gate for each output of attention
   int block_size, has_own_table;  // has_own_table: its blocks are those of layers with a window
+  int reads_others;  // `pages` are another layer's, which writes them: `qkv` has queries alone
 };
 
 // Attention of one layer of modules that are not a decoder's.
@@ -182,6 +198,7 @@ struct NativeModel {
   const void* embedding;  // [rows of this rank][hidden], not packed; null: the head's weights, as they are packed
   NativeNorm norm;
   NativeLinear head;
+  const NativeTokenInputs* inputs;  // or null
   const NativeExchange* exchange;  // null: a step stops where a sum over ranks is due
   float embedding_scale, logit_scale, logit_softcap;
   int num_layers, num_rotaries, hidden, first_vocab_row, vocab_rows,

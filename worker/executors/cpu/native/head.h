@@ -31,7 +31,7 @@ template <class W> const W* Decoder<W>::head_row(int row, std::vector<W>& out) {
 }
 
 template <class W> bool Decoder<W>::head_part(Thread& t) {
-  if (!finish(t, m.layers[m.num_layers - 1], false)) return false;
+  if (!end_layer(t, m.num_layers - 1)) return false;
   if (t.keeps_hidden && !row_tasks(t.run, t.num_rows, [&](int r) {
         memcpy(step.hidden + (long)r * m.hidden, row_of(t, r), m.hidden * sizeof(float));
       }))

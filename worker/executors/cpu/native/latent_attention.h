@@ -24,7 +24,7 @@ template <class Input> HF_INLINE void put_rounded(Input* to, const float* from, 
 template <class W> bool Decoder<W>::latent_half(int index, Thread& t) {
   const NativeLayer& l = m.layers[index];
   const bool narrowing = t.narrows && index == m.num_layers - 1;
-  const AttentionKind& kind = narrowing ? wanted_kind : attention.kinds[kind_of[index]];
+  const AttentionKind& kind = narrowing ? wanted_kinds[kind_of[index]] : attention.kinds[kind_of[index]];
   const int queries_end = l.latent->query_outputs;
   Rows rows;
   if (!normed(t, l.attention_norm, rows)) return false;

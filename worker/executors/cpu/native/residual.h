@@ -26,7 +26,7 @@ template <class W> bool Decoder<W>::finish(Thread& t, const NativeLayer& l, bool
   const NativeNorm& norm = is_attention ? l.attention_out_norm : l.mlp_out_norm;
   if (is_direct(norm) || !(is_attention ? mixes(l) : feeds(l))) return true;
   const float* bias = is_attention ? l.output.bias : l.experts && !l.beside ? nullptr : l.mlp.down.bias;
-  const bool two = !is_attention && l.beside, scales = !is_attention && l.output_scale != 1.0f;
+  const bool two = !is_attention && l.beside, scales = !is_attention && !l.input && l.output_scale != 1.0f;
   return summed_tasks(t, t.num_rows, [&](int r) {
     float* sums = y.row(r);
     if (exchange) sum_over_ranks(t.sum, r, sums);
@@ -37,6 +37,11 @@ template <class W> bool Decoder<W>::finish(Thread& t, const NativeLayer& l, bool
     for (int j = 0; j < m.hidden; j += 16) put_residual(t, l, r, j, tail_of(sums + j, m.hidden - j));
     if (scales) scale_residual(t, l, r);
   });
+}
+
+// What is left to do of a layer behind its MLP.
+template <class W> bool Decoder<W>::end_layer(Thread& t, int index) {
+  return finish(t, m.layers[index], false) && (!m.layers[index].input || !t.num_rows || add_input(index, t));
 }
 
 // Norms what an MLP has left, and adds the normed sums of the mixture beside it.

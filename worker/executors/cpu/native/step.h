@@ -75,6 +75,12 @@ template <class W> class Decoder {
     projected = Buffer<float>(rows, qkv), queries = Buffer<Input>(rows, heads);
     attention_out = Buffer<Input>(rows, attended), inner_rows = Buffer<Input>(rows * moe_rows, inner);
     if (latents.weighed) make_latent_rows(latents);
+    if (m.inputs) {
+      const long filled = (m.inputs->dim + GROUP - 1) / GROUP * GROUP;
+      own_inputs = Buffer<float>(rows, filled * m.num_layers), gated_inputs = Buffer<Input>(rows, filled);
+    }
+    wanted_kinds = attention.kinds;
+    for (first_reader = m.num_layers; first_reader > 0 && m.layers[first_reader - 1].reads_others;) first_reader--;
     if (has_states) wanted_mixed = Buffer<Input>(rows, attended);
     if (experts) {
       router_logits = Buffer<float>(rows, logits), expert_input = Buffer<Input>(rows * moe_rows, m.hidden);
@@ -158,7 +164,7 @@ template <class W> class Decoder {
       else if (s % 3 == 1) goes_on = attention_half((s - 1) / 3, thread);
       else goes_on = s % 3 == 2 ? shared_norm_part((s - 1) / 3, thread) : mlp_half((s - 1) / 3, thread);
     }
-    if (goes_on && part.finished_layer >= 0) finish(thread, m.layers[part.finished_layer], false);
+    if (goes_on && part.finished_layer >= 0) end_layer(thread, part.finished_layer);
     if (run.tid == 0) last_sum = thread.sum;  // the caller is in time for all phases
     release_tiles(thread.own.scratch.tiles);
     _mm_setcsr(control);
@@ -310,6 +316,7 @@ template <class W> class Decoder {
 
   void sum_over_ranks(Exchange::Sum sum, int row, float* out, long first = 0, int columns = 0) const;
   bool finish(Thread& t, const NativeLayer& l, bool is_attention);
+  bool end_layer(Thread& t, int index);
   void add_beside(Thread& t, const NativeBeside& beside, int row, float* sums);
   void scale_residual(const Thread& t, const NativeLayer& l, int row);
 
@@ -318,6 +325,11 @@ template <class W> class Decoder {
   void list_sites();
   void begin_adapters();
   bool prepare_added(Thread& t, const NativeLinear& linear, Rows in, int num_rows, AddedRows& added);
+
+  // --- layer_inputs.h ---
+
+  bool make_inputs(Thread& t);
+  bool add_input(int index, Thread& t);
 
   // --- attention_half.h ---
 
@@ -379,6 +391,7 @@ template <class W> class Decoder {
   bool can_narrow() const { return m.tensor_parallel_size == 1 || exchange; }
   void list_wanted();
   bool narrowing_half(const NativeLayer& l, Thread& t);
+  bool wanted_half(int index, Thread& t);
   bool narrow(Thread& t);
 
   // --- mlp_half.h ---
@@ -429,15 +442,16 @@ template <class W> class Decoder {
   bool narrows = false, has_adapted = false;  // has_adapted: of the last step
   Attention<W> attention;
   std::vector<std::unique_ptr<Local>> local;
-  Buffer<float> x, y, wanted_x, inner_of_rows, projected, head_queries, group_best, router_logits, choice_scores;
+  Buffer<float> x, y, wanted_x, inner_of_rows, own_inputs, projected, head_queries, group_best, router_logits, choice_scores;
   Buffer<Input> h, h2, queries, attention_out, wanted_mixed, inner_rows, expert_input, shared_rows,
-      query_rows, weighed;  // the last two of latent attention, as `head_queries`
+      gated_inputs, query_rows, weighed;  // the last two of latent attention, as `head_queries`
   Buffer<int> group_at;
   std::vector<int> choices, first_of, order, slices_of_site, wanted_adapters;
   std::vector<char> adapted_sites;  // of this step
   std::vector<float> weights, shared_weights;
   std::vector<int> kind_of, positions[2];  // positions: of rows, and of wanted rows
-  AttentionKind wanted_kind;  // of the last layer, for the rows that are wanted
+  std::vector<AttentionKind> wanted_kinds;  // as those of `attention`, of layers that see the wanted rows alone
+  int first_reader = 0;  // from this layer on all read keys and values of others; the number of layers: not even the last
   int num_wanted_units = 0, room = 0;
 };
 

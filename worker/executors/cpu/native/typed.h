@@ -5,6 +5,7 @@
 #include "attention_half.h"
 #include "head.h"
 #include "latent_attention.h"
+#include "layer_inputs.h"
 #include "mlp_half.h"
 #include "paged_attention.h"
 #include "recurrence.h"

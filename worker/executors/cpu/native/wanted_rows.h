@@ -1,8 +1,9 @@
-// The last layer of a step that wants fewer rows than it has. Methods of `Decoder`.
+// The last layers of a step that wants fewer rows than it has. Methods of `Decoder`.
 //
 // A prompt's next token comes from its last row alone. The other rows leave keys and values in every layer, and nothing
-// after the last layer's: there the residual stream is narrowed to the rows that are wanted, before queries are made. Rows
-// do not depend on each other's company, so the wanted ones get the bits they would have had.
+// after the last layer's: there the residual stream is narrowed to the rows that are wanted, before queries are made; or
+// before the first of the layers at the end that all read keys and values of others. Rows do not depend on each other's
+// company, so the wanted ones get the bits they would have had.
 #pragma once
 #include "step.h"
 
@@ -26,16 +27,16 @@ template <class W> void Decoder<W>::list_wanted() {
     }
   }
   num_wanted_units = (int)units.size() - attention.num_units;
-  wanted_kind.shape = attention.kinds[kind_of.back()].shape;
-  attention.list_tasks(wanted_kind, begin, (int)sequences.size(), step.num_wanted);
+  for (int index = std::min(first_reader, m.num_layers - 1); index < m.num_layers; index++)
+    attention.list_tasks(wanted_kinds[kind_of[index]], begin, (int)sequences.size(), step.num_wanted);
 }
 
 template <class W> bool Decoder<W>::narrowing_half(const NativeLayer& l, Thread& t) {
-  const int kv_heads = l.num_kv_heads, keys = queries_end(l);
+  const int kv_heads = l.num_kv_heads;
   const HeadShape& shape = attention.kinds[kind_of.back()].shape;
   Rows rows;
   if (!normed(t, l.attention_norm, rows)) return false;
-  if (!project(t, l.qkv, keys / GROUP, l.qkv.groups, rows)) return false;
+  if (!project(t, l.qkv, queries_end(l) / GROUP, l.qkv.groups, rows)) return false;
   if (!with_pages(l, shape, [&](auto pages) {
         return holdfast::tasks(t.run, attention.num_units * kv_heads, [&](int i) {
           prepare_keys(pages, l, t.own, attention.units[i / kv_heads], i % kv_heads);
@@ -43,16 +44,24 @@ template <class W> bool Decoder<W>::narrowing_half(const NativeLayer& l, Thread&
       }))
     return false;
   if (!narrow(t)) return false;
-  if (!t.num_rows) return true;
+  return !t.num_rows || wanted_half(m.num_layers - 1, t);
+}
+
+// The half of a layer that the wanted rows alone go through, with keys and values that are written.
+template <class W> bool Decoder<W>::wanted_half(int index, Thread& t) {
+  const NativeLayer& l = m.layers[index];
+  const int kv_heads = l.num_kv_heads;
+  const HeadShape& shape = attention.kinds[kind_of[index]].shape;
+  Rows rows;
   if (!norm_inputs(t, l, rows)) return false;
-  if (!project(t, l.qkv, 0, (keys + GROUP - 1) / GROUP, rows)) return false;
+  if (!project(t, l.qkv, 0, (queries_end(l) + GROUP - 1) / GROUP, rows)) return false;
   if (!holdfast::tasks(t.run, num_wanted_units * kv_heads, [&](int i) {
         prepare_queries(shape, l, t.own, attention.units[attention.num_units + i / kv_heads], i % kv_heads);
       }))
     return false;
   if (!with_pages(l, shape, [&](auto pages) {
-        return attention.attend(t.run, pages, wanted_kind, rows_of(l, shape), t.own.scratch.tiles, t.own.attention,
-                                [](const AttentionTask&) {});
+        return attention.attend(t.run, pages, wanted_kinds[kind_of[index]], rows_of(l, shape), t.own.scratch.tiles,
+                                t.own.attention, [](const AttentionTask&) {});
       }))
     return false;
   return row_parallel(t, l.output, {attention_out.data, attention_out.stride}, l,
