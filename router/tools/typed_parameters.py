@@ -48,9 +48,9 @@ class LarkRules:
 
     def free_text(self, name: str, end: str, banned: str = "") -> str:
         """A rule for any text up to the first `end`, which is part of it, and without `banned`. Returns its name."""
-        token = self._with_tokens(end)
+        before, token = self._at_token(end)
         ends = _without(end) if token else ""
-        terminal = self.add(name.upper(), f"/(?s:.*){'' if token else _escaped(end)}/{_without(banned)}{ends}")
+        terminal = self.add(name.upper(), f"/(?s:.*){_escaped(before)}/{_without(banned)}{ends}")
         return self.add(name, f"{terminal} {token}") if token else self._lazy(name, terminal)
 
     def any_text(self, terminal: str, banned: str = "", *, not_first: str = "") -> str:
@@ -60,9 +60,11 @@ class LarkRules:
 
     def bounded_text(self, name: str, end: str, lengths: str) -> str:
         """A rule for a text of so many characters, as in `*` or `{1,3}`, up to the first `end`. Returns its name."""
-        terminal, token = name.upper(), self._with_tokens(end)
+        terminal, (before, token) = name.upper(), self._at_token(end)
         if token:
-            return self.add(name, f"{self.add(terminal, f'/(?s:.{lengths})/{_without(end)}')} {token}")
+            return self.add(
+                name, f"{self.add(terminal, f'/(?s:.{lengths}){_escaped(before)}/{_without(end)}')} {token}"
+            )
         mark = end.strip()
         self.add(terminal, f"/(?s:.{lengths}){_escaped(end)}/ & ~/(?s:.*){_escaped(mark)}(?s:.)+/")
         return self._lazy(name, terminal)
@@ -84,9 +86,12 @@ class LarkRules:
         self.add(f"{name}[lazy]", terminal)
         return name
 
-    def _with_tokens(self, text: str) -> str:
-        """The same as `text` if a part of it is a single token, which no terminal can be; else empty."""
-        return self.text(text) if self._tokens is not None and self._tokens.search(text) else ""
+    def _at_token(self, text: str) -> tuple[str, str]:
+        """The text before the first part of it that is a single token, which no terminal can be, and an expression for
+        the rest. A terminal takes in as much as it can, so what is before belongs to it.
+        """
+        found = None if self._tokens is None else self._tokens.search(text)
+        return (text, "") if found is None else (text[: found.start()], self.text(text[found.start() :]))
 
     def _token(self, text: str) -> str:
         return f"<[{self._token_ids[text]}]>" if text in self._token_ids else ""

@@ -139,10 +139,11 @@ class GlmCallParser(XmlCallParser):
         yield from pass_space(self._source, ignore)
         if not name or len(name) > MAX_NAME or (yield from self._source.peek()) != "<":
             raise Malformed
-        start = self._source.position
-        if not (yield from self._source.take(self.CALL.end)):
-            yield from self._source.expect(self.PARAMETER.before)
-        self._source.position = start
+        follows = self.CALL.end
+        if not (yield from self._source.take(follows)):
+            follows = self.PARAMETER.before
+            yield from self._source.expect(follows)
+        self._source.position -= len(follows)  # what was not settled can be read again
         return name
 
     def _read_kind(self, types: ValueTypes, key: str) -> Reading[bool]:

@@ -53,7 +53,8 @@ def derive_gemma4(config: Any) -> None:
 
 def shares_kv(config: Any, index: int) -> bool:
     """Whether a layer of Gemma 4 reads the keys and values of another."""
-    return index >= config.num_hidden_layers - (config.num_kv_shared_layers or 0)
+    is_shared: bool = index >= config.num_hidden_layers - (config.num_kv_shared_layers or 0)
+    return is_shared
 
 
 def kv_source_gemma4(config: Any, index: int) -> int | None:
@@ -61,7 +62,8 @@ def kv_source_gemma4(config: Any, index: int) -> int | None:
     if not shares_kv(config, index):
         return None
     own = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]
-    return len(own) - 1 - own[::-1].index(config.layer_types[index])
+    source: int = len(own) - 1 - own[::-1].index(config.layer_types[index])
+    return source
 
 
 def derive_qwen(kind_of: Callable[[Any, int], bool]) -> Callable[[Any], None]:

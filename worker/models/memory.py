@@ -75,7 +75,6 @@ class MemoryEstimator:
         check_block_size(self.block_size, device)
         keeps_latents = is_native and family is not None and family.latent
         kept_by = filter(partial(_keeps_kv, hf_config), range(hf_config.num_hidden_layers))
-        kept_by = (layer for layer in kept_by if family is None or family.kv_source(hf_config, layer) is None)
         specs = [_latent_spec(hf_config) if keeps_latents else _kv_spec(hf_config, plan, layer) for layer in kept_by]
         form = BlockForm(specs, dtype, config.cache.kv_cache_dtype == "int8")
         self.window: Window | None = None
@@ -293,7 +292,9 @@ def _kv_spec(hf_config: Any, plan: ParallelPlan, layer: int) -> KVSpec:
 
 def _keeps_kv(hf_config: Any, layer: int) -> bool:
     family, types = FAMILIES.get(hf_config.model_type), getattr(hf_config, "layer_types", None)
-    return family is None or not types or family.keeps_kv(types[layer])
+    if family is None or not types:
+        return True
+    return family.keeps_kv(types[layer]) and family.kv_source(hf_config, layer) is None
 
 
 def _state_bytes(hf_config: Any, plan: ParallelPlan, num_drafts: int) -> int:

@@ -45,6 +45,7 @@ TOOLS = (
 MODEL = Path(__file__).parents[3] / "cluster/bundled_model/model"
 EOS = "</s>"
 REASONING = "qwen3"
+NEW = ("glm45", "minimax_m2", "deepseek_v32", "kimi_k2")
 
 
 @cache
@@ -93,7 +94,9 @@ def drawn(grammar: str, name: str, are_single: bool, dice: random.Random, num_fr
         if eos in allowed and (is_late or dice.random() < 0.3):
             break
         if is_late:
-            closers = [fast.encode(text).ids for text in CLOSERS]
+            closers = [
+                fast.encode(text).ids for text in CLOSERS if text in ECHOES.get(name, text) or text == "</think>"
+            ]
             chosen = dice.choice(
                 [ids for ids in closers if matcher.validate_tokens(ids) == len(ids)] or [[min(allowed)]]
             )
@@ -152,7 +155,7 @@ def test_required_and_named_outputs_are_calls_that_match_the_schemas(name: str, 
 
 @pytest.mark.parametrize("are_single", [False, True])
 @pytest.mark.parametrize(
-    "name", ["hermes", "qwen3_coder", "mistral", "deepseek_v31", "gemma4", "lfm2", "pythonic", "llama3_json"]
+    "name", ["hermes", "qwen3_coder", "mistral", "deepseek_v31", "gemma4", "lfm2", "pythonic", "llama3_json", *NEW]
 )
 def test_with_strict_tools_an_output_is_text_or_calls_that_match(name: str, are_single: bool):
     grammar = tool_grammar(name, TOOLS, ToolChoice("auto"), token_ids=ids(name, are_single))
@@ -176,6 +179,13 @@ ECHOES = {
     "gemma4": '<|tool_call>call:echo{text:<|"|>%s<|"|>}<tool_call|>',
     "lfm2": '<|tool_call_start|>[echo(text="%s")]<|tool_call_end|>',
     "pythonic": '[echo(text="%s")]',
+    "glm45": "<tool_call>echo\n<arg_key>text</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="echo">\n<parameter name="text">%s</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+    "deepseek_v32": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="echo">\n<｜DSML｜parameter name="text" '
+    'string="true">%s</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.echo:0<|tool_call_argument_begin|>"
+    '{"text": "%s"}<|tool_call_end|><|tool_calls_section_end|>',
     "llama3_json": '{"name": "echo", "parameters": {"text": "%s"}}',
 }
 

@@ -39,6 +39,25 @@ DEEPSEEK_V31 = (
     '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"s": "x"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
 )
 
+GLM = (
+    '<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>one\ntwo "2"</arg_value>\n'
+    "<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+)
+MINIMAX = (
+    '<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">é\n{</parameter>\n<parameter name="b">'
+    'true</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>'
+)
+DSML = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="s" string="true">'
+    '12</｜DSML｜parameter>\n<｜DSML｜parameter name="n" string="false">{"a": [1, null]}</｜DSML｜parameter>\n</｜DSML｜invoke>'
+    '\n<｜DSML｜invoke name="g">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+)
+KIMI = (
+    '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"s": "x", "n": 1}'
+    "<|tool_call_end|><|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>"
+)
+
 
 def parsed(name: str, pieces: Sequence[str]) -> list[CallEvent]:
     parser = parser_for(name, TOOLS)
@@ -116,6 +135,20 @@ CASES: list[tuple[str, str, list[CallEvent]]] = [
     ),
     ("deepseek_v3", DEEPSEEK_V3, [*call(0, "f", '{"s": "x"}'), *call(1, "g", "{}")]),
     ("deepseek_v31", "Hm" + DEEPSEEK_V31, [Content("Hm"), *call(0, "f", '{"s": "x"}')]),
+    ("glm45", f"So:\n{GLM}", [Content("So:\n"), *call(0, "f", '{"s": "one\\ntwo \\"2\\"", "n": 3}')]),
+    (
+        "glm45",
+        "<tool_call>g</tool_call>\n<tool_call>f<arg_key>s</arg_key><arg_value>1</arg_value></tool_call>",
+        [*call(0, "g", "{}"), *call(1, "f", '{"s": "1"}')],
+    ),
+    ("minimax_m2", MINIMAX, [*call(0, "f", '{"s": "é\\n{", "b": true}'), *call(1, "g", "{}")]),
+    (
+        "deepseek_v32",
+        f"Hm\n\n{DSML}",
+        [Content("Hm\n\n"), *call(0, "f", '{"s": "12", "n": {"a": [1, null]}}'), *call(1, "g", "{}")],
+    ),
+    ("deepseek_v4", DSML.replace("function_calls", "tool_calls"), parsed("deepseek_v32", [DSML])),
+    ("kimi_k2", f"Ok {KIMI}", [Content("Ok "), *call(0, "f", '{"s": "x", "n": 1}'), *call(1, "g", "{}")]),
 ]
 
 BROKEN: list[tuple[str, str, list[CallEvent]]] = [
@@ -156,6 +189,19 @@ BROKEN: list[tuple[str, str, list[CallEvent]]] = [
         [CallBegin(0, "f"), CallArguments(0, '{"s": "ab'), CallEnd(0, False)],
     ),
     ("deepseek_v31", "<｜tool▁calls▁begin｜>?", [Content("<｜tool▁calls▁begin｜>?")]),
+    ("glm45", "<tool_call>{}</tool_call>", [Content("<tool_call>{}</tool_call>")]),
+    ("minimax_m2", "<minimax:tool_call>\nf", [Content("<minimax:tool_call>\nf")]),
+    ("kimi_k2", "<|tool_calls_section_begin|>f", [Content("<|tool_calls_section_begin|>f")]),
+    (
+        "deepseek_v32",
+        '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="s" string="no">x',
+        [
+            CallBegin(0, "f"),
+            CallArguments(0, "{"),
+            CallEnd(0, False),
+            Content('\n<｜DSML｜parameter name="s" string="no">x'),
+        ],
+    ),
 ]
 
 
@@ -251,6 +297,10 @@ CALLS_ONLY = {
     "llama4_pythonic": "<|python_start|>[f(n=1,)]<|python_end|>",
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
+    "deepseek_v32": DSML,
+    "glm45": GLM,
+    "kimi_k2": KIMI,
+    "minimax_m2": MINIMAX,
 }
 
 

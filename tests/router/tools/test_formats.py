@@ -17,6 +17,11 @@ TEMPLATES = {
     "pythonic": "You may call functions: [func_name1(params_name1=params_value1), func_name2(params)]",
     "gemma4": "<|turn>model\n{{ '<|tool_call>call:' + call.name + '{' }}{{ arguments }}{{ '}<tool_call|>' }}",
     "lfm2": CHATML + "<|tool_call_start|>[{{ calls }}]<|tool_call_end|>",
+    "deepseek_v32": "<｜DSML｜function_calls>\n{{ calls }}",
+    "deepseek_v4": "<｜DSML｜tool_calls>\n{{ calls }}",
+    "glm45": "{{ '\\n<tool_call>' + call.name }}\n<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>",
+    "minimax_m2": "{{ '<minimax:tool_call>' }}\n<invoke name=\"{{ call.name }}\">",
     "deepseek_v3": "{{ '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.name + '\\n```json\\n' }}",
     "deepseek_v31": "{{ '<｜tool▁call▁begin｜>' + call.name + '<｜tool▁sep｜>' + call.arguments }}",
 }
