@@ -47,7 +47,10 @@ def _with_known_role(message: dict[str, Any], traits: TemplateTraits) -> dict[st
 
 
 def _with_calls(messages: Messages, traits: TemplateTraits) -> Iterator[dict[str, Any]]:
-    messages = messages if traits.takes_long_ids else list(_with_ids(messages))
+    if traits.names_by_id:
+        messages = list(_with_named_ids(list(_with_ids(messages))))
+    elif not traits.takes_long_ids:
+        messages = list(_with_ids(messages))
     for message in messages if traits.shows_several_calls else _one_call_each(messages):
         if message["role"] in _RESULTS:
             yield _result(message, traits)
@@ -114,6 +117,24 @@ def _with_ids(messages: Messages) -> Iterator[dict[str, Any]]:
             named = [{**call, "id": call.get("id") or f"{number}_{index}"} for index, call in enumerate(calls)]
             unanswered += [call["id"] for call in named]
             yield {**message, "tool_calls": named}
+        else:
+            yield message
+
+
+def _with_named_ids(messages: Messages) -> Iterator[dict[str, Any]]:
+    """Ids of calls become `functions.NAME:NUMBER`, counted over the conversation, and those of results likewise."""
+    named: dict[str, str] = {}
+    number = 0
+    for message in messages:
+        if message["role"] in _RESULTS:
+            yield {**message, "tool_call_id": named.get(message["tool_call_id"], message["tool_call_id"])}
+        elif "tool_calls" in message:
+            calls = []
+            for call in message["tool_calls"]:
+                named[call["id"]] = f"functions.{call['function']['name']}:{number}"
+                calls.append({**call, "id": named[call["id"]]})
+                number += 1
+            yield {**message, "tool_calls": calls}
         else:
             yield message
 

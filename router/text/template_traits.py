@@ -47,6 +47,8 @@ class TemplateTraits:
     takes_long_ids: bool = True
     """Whether it takes ids of calls as this server makes them; else they must be nine letters or digits."""
     shows_tools: bool = True
+    names_by_id: bool = False
+    """Whether it writes a call's id in place of its name (Kimi K2), which then has the name: `functions.f:0`."""
 
 
 def traits_of(template: str, render: Render) -> TemplateTraits:
@@ -139,6 +141,7 @@ def _call_traits(probe: _Probe) -> dict[str, bool]:
         "shows_text_arguments": _Calls(probe, _CUT).show(content, _CUT),
         "shows_results": calls.shows_result(content, _ID) or calls.shows_result(content, _SHORT_ID),
         "takes_long_ids": takes_long_ids,
+        "names_by_id": calls.show(content, _ID) and not calls.show(content, _TOOL),
     }
 
 

@@ -13,6 +13,7 @@ from threading import Lock
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
+from holdfast.router.text.dsml_templates import DSML_TEMPLATES
 from holdfast.router.text.token_table import TokenTable, fallback_bytes
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 
@@ -273,7 +274,9 @@ def _named_templates(given: str | Mapping[str, str] | None) -> Mapping[str, str]
 
 
 def _chat_templates(folder: Path) -> dict[str, str]:
-    """chat_template.jinja and the files of additional_chat_templates; else those of tokenizer_config.json."""
+    """chat_template.jinja and the files of additional_chat_templates; else those of tokenizer_config.json; else that of
+    a model type whose files have an encoder in Python.
+    """
     files = {_DEFAULT: folder / "chat_template.jinja"} if (folder / "chat_template.jinja").is_file() else {}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if files:
@@ -281,6 +284,8 @@ def _chat_templates(folder: Path) -> dict[str, str]:
     given = _read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(given, list):
         given = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
+    if not given:
+        given = DSML_TEMPLATES.get(str(_read_json(folder / "config.json").get("model_type")))
     named = given if isinstance(given, dict) else {_DEFAULT: given}
     return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
 

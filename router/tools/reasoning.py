@@ -47,17 +47,24 @@ REASONING_TAGS: Final[Mapping[str, Tags]] = MappingProxyType(
         "deepseek_r1": Tags("<think>", "</think>"),
         "mistral": Tags("[THINK]", "[/THINK]"),
         "seed_oss": Tags("<seed:think>", "</seed:think>"),
+        "gemma4": Tags("<|channel>", "<channel|>"),
     }
 )
 """Named as for vLLM's `--reasoning-parser`."""
+
+_LABELS: Final[Mapping[str, str]] = MappingProxyType({"gemma4": "thought\n"})
+"""Text that a model writes behind the opening tag, and that is no part of its thoughts."""
 
 
 class TaggedReasoning:
     """Reasoning between tags, at the start of an output. Without the opening tag there, all is content."""
 
-    def __init__(self, tags: Tags, *, starts_inside: bool = False, call: str = "") -> None:
-        """`call`: how calls begin, if one within the reasoning ends it as the closing tag does, and is content."""
+    def __init__(self, tags: Tags, *, starts_inside: bool = False, call: str = "", label: str = "") -> None:
+        """`call`: how calls begin, if one within the reasoning ends it as the closing tag does, and is content.
+        `label`: text at the start of the reasoning that is dropped.
+        """
         self._tags = tags
+        self._label = label
         self._ends = (tags.closing, call) if call else (tags.closing,)
         self.is_cut_off = False
         self._state = "inside" if starts_inside else "before"
@@ -93,6 +100,9 @@ class TaggedReasoning:
         """White space waits: it may stand before the closing tag."""
         if not self._has_begun:
             self._held = self._held.lstrip()
+            if self._label and self._label.startswith(self._held):
+                return ""
+            self._held, self._label = self._held.removeprefix(self._label).lstrip(), ""
         text, closing = self._held, self._tags.closing
         end = min((found for found in map(text.find, self._ends) if found >= 0), default=-1)
         if end >= 0:
@@ -154,7 +164,8 @@ def splitter_for(name: str, *, starts_inside: bool = False, call: str = "") -> R
     """
     if name not in REASONING_TAGS:
         raise InvalidRequestError("reasoning_parser", name, f"must be one of {', '.join(REASONING_TAGS)}")
-    return TaggedReasoning(REASONING_TAGS[name], starts_inside=starts_inside, call=call)
+    label = _LABELS.get(name, "")
+    return TaggedReasoning(REASONING_TAGS[name], starts_inside=starts_inside, call=call, label=label)
 
 
 def starts_in_reasoning(name: str, prompt: str) -> bool:

@@ -53,6 +53,32 @@ def call(name: Any = "f", arguments: Any = '{"city": "Bonn"}', call_id: str = OU
 
 HI = turn("user", "hi")
 
+KIMI = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    "{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}{% endfor %}"
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+)
+
+
+def test_ids_have_names_where_a_template_writes_no_names():
+    assert template_traits(KIMI).names_by_id
+    turns = [
+        HI,
+        turn("assistant", "", tool_calls=[call("f", call_id="a"), call("g", "{}", call_id="b")]),
+        turn("tool", "1", tool_call_id="b"),
+        turn("tool", "2", tool_call_id="a"),
+        turn("assistant", "", tool_calls=[call("f", call_id="c")]),
+        turn("tool", "3", tool_call_id="c"),
+    ]
+    text = render_chat(KIMI, turns)
+    ids = ["functions.f:0", "functions.g:1", "functions.g:1", "functions.f:0", "functions.f:2", "functions.f:2"]
+    assert [
+        piece.split("<")[0].split("\n")[0]
+        for piece in text.replace("## Return of ", "<|tool_call_begin|>").split("<|tool_call_begin|>")[1:]
+    ] == ids
+
 
 def called(arguments: Any, content: str | None = "") -> list[dict[str, Any]]:
     return [HI, turn("assistant", content, tool_calls=[call(arguments=arguments)])]

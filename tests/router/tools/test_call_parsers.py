@@ -49,8 +49,8 @@ MINIMAX = (
 )
 DSML = (
     '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="s" string="true">'
-    '12</｜DSML｜parameter>\n<｜DSML｜parameter name="n" string="false">{"a": [1, null]}</｜DSML｜parameter>\n</｜DSML｜invoke>'
-    '\n<｜DSML｜invoke name="g">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
+    '12</｜DSML｜parameter>\n<｜DSML｜parameter name="n" string="false">{"a": [1, null]}</｜DSML｜parameter>'
+    '\n</｜DSML｜invoke>\n<｜DSML｜invoke name="g">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
 )
 KIMI = (
     '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"s": "x", "n": 1}'

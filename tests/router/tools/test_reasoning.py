@@ -43,6 +43,20 @@ def test_reasoning_is_told_from_content(text: str, starts_inside: bool, expected
     assert split("qwen3", [text], starts_inside) == split("qwen3", list(text), starts_inside) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel>thought\nLet me see.\n<channel|>Paris. ", Split("Let me see.", "Paris. ")),
+        ("<|channel>thought\n<channel|>Paris", Split("", "Paris")),
+        ("<|channel>though I wonder<channel|>", Split("though I wonder", "")),
+        ("Paris <channel|>", Split("", "Paris <channel|>")),
+    ],
+)
+def test_the_label_of_gemmas_thoughts_is_dropped(text: str, expected: Split):
+    assert detect_reasoning("{{ '<|channel>thought\\n' + m.reasoning + '<channel|>' }}") == "gemma4"
+    assert split("gemma4", [text]) == split("gemma4", list(text)) == expected
+
+
 @given(
     fragments=st.lists(st.sampled_from(["<think>", "</think>", "<", "/think>", "a", " ", "\n", "<th"]), max_size=12),
     places=st.lists(st.integers(min_value=0, max_value=100), max_size=6),
