@@ -1,4 +1,6 @@
-"""Granite 4, LFM2, GLM, MiniMax-M2, Kimi K2 and DeepSeek V3.2 and V4: what their templates write for a conversation with calls is read back, cut anywhere."""
+"""Granite 4, LFM2, GLM, MiniMax-M2, Kimi K2 and DeepSeek V3.2 and V4: what their templates write for a conversation with
+calls is read back, cut anywhere.
+"""
 
 import json
 from collections.abc import Sequence
