@@ -23,8 +23,11 @@ from tests.parity.harness import (
 TOLERANCE = 1e-5
 """Of the largest logit."""
 ON_THE_HF_BACKEND = ("gpt_oss", "llama", "qwen3")
-GENERATED = ("gemma2", "gpt2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3")
-GENERATED_EVERY_TIME = ("gpt2", "gpt_oss", "llama")
+GENERATED = (
+    *("deepseek_v2", "deepseek_v3", "gemma2", "gemma4_text, shared keys", "glm4_moe_lite", "gpt2", "gpt_oss", "llama"),
+    *("mistral", "mixtral", "phi3", "qwen3"),
+)
+GENERATED_EVERY_TIME = ("deepseek_v3", "gemma4_text, shared keys", "gpt2", "gpt_oss", "llama")
 WHOLE, CHUNKS, MORE_CHUNKS = (128, 70), ((7, 70), (1, 18)), ((3, 70), (64, 70))
 """Tokens of a sequence in a step, and of each prompt."""
 

@@ -21,7 +21,7 @@ from tests.parity.harness import BLOCK_SIZE, GREEDY, hugging_face, load, on_rank
 from tests.parity.hybrids import Said, request, run_all, save_hybrid, scheduler_of, start, told_alone
 
 BUNDLED = Path(__file__).parents[2] / "cluster" / "bundled_model" / "model" / "tokenizer.json"
-PATTERNS = ("dense", "mixture", "by key heads, mixture", "glm4_moe", "glm4_moe_lite")
+PATTERNS = ("dense", "mixture", "by key heads, mixture", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
 NAMES = {
     "mtp": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "layers.0."),
     "glm": ("eh_proj", "enorm", "hnorm", "shared_head.norm", ""),
@@ -31,11 +31,11 @@ NAMES = {
 class Parts(torch.nn.Module):
     """The layer, of Hugging Face's modules: it has none of its own for it."""
 
-    def __init__(self, model: Any, is_glm: bool) -> None:
+    def __init__(self, model: Any, is_behind: bool) -> None:
         super().__init__()
         self.model, layers, hidden = model.model, model.model.layers, model.config.hidden_size
         kinds = getattr(model.config, "layer_types", None)
-        index = len(layers) - 1 if is_glm else kinds.index("full_attention")
+        index = len(layers) - 1 if is_behind else kinds.index("full_attention")
         norm = type(model.model.norm)
         self.layer = type(layers[index])(model.config, index)
         self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
@@ -44,10 +44,10 @@ class Parts(torch.nn.Module):
         randomize(self, seed=3)
         self.requires_grad_(False)
 
-    def tensors(self, is_glm: bool, num_layers: int) -> dict[str, Tensor]:
+    def tensors(self, is_behind: bool, num_layers: int) -> dict[str, Tensor]:
         """By the names of checkpoints."""
-        base = f"model.layers.{num_layers}." if is_glm else "mtp."
-        fc, *norms, layer = NAMES["glm" if is_glm else "mtp"]
+        base = f"model.layers.{num_layers}." if is_behind else "mtp."
+        fc, *norms, layer = NAMES["glm" if is_behind else "mtp"]
         own = {f"{base}{fc}.weight": self.fc.weight}
         own |= {f"{base}{name}.weight": norm.weight for name, norm in zip(norms, self.norms, strict=True)}
         return own | {f"{base}{layer}{name}": tensor for name, tensor in self.layer.state_dict().items()}
@@ -71,9 +71,9 @@ class Parts(torch.nn.Module):
         return drafts
 
 
-def add_layer(folder: Path, parts: Parts, is_glm: bool, num_layers: int) -> None:
+def add_layer(folder: Path, parts: Parts, is_behind: bool, num_layers: int) -> None:
     path = folder / "model.safetensors"
-    tensors = load_file(path) | {name: one.contiguous() for name, one in parts.tensors(is_glm, num_layers).items()}
+    tensors = load_file(path) | {name: one.contiguous() for name, one in parts.tensors(is_behind, num_layers).items()}
     save_file(tensors, path, metadata={"format": "pt"})
 
 
@@ -83,11 +83,11 @@ def configured(folder: Path, size: int = 1) -> WorkerConfig:
 
 @pytest.fixture(scope="module", params=PATTERNS)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Parts]:
-    folder, is_glm = tmp_path_factory.mktemp("model"), request.param.startswith("glm")
-    save_tiny_model(request.param, folder) if is_glm else save_hybrid(folder, request.param)
+    folder, is_behind = tmp_path_factory.mktemp("model"), request.param.startswith(("glm", "deepseek"))
+    save_tiny_model(request.param, folder) if is_behind else save_hybrid(folder, request.param)
     model = hugging_face(folder)
-    parts = Parts(model, is_glm)
-    add_layer(folder, parts, is_glm, model.config.num_hidden_layers)
+    parts = Parts(model, is_behind)
+    add_layer(folder, parts, is_behind, model.config.num_hidden_layers)
     return folder, model, parts
 
 
@@ -177,7 +177,7 @@ def predictable(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 tensor *= 0.02
     model.save_pretrained(folder)
-    parts = Parts(model, is_glm=False)
+    parts = Parts(model, is_behind=False)
     hidden = model.config.hidden_size
     parts.fc.weight.copy_(torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), 1))
     parts.norms[0].weight.zero_()
@@ -185,7 +185,7 @@ def predictable(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor *= 0.02
     parts.norms[2].weight.copy_(model.model.norm.weight)
-    add_layer(folder, parts, is_glm=False, num_layers=0)
+    add_layer(folder, parts, is_behind=False, num_layers=0)
     return folder
 
 
@@ -222,8 +222,8 @@ def test_other_weights_come_with_their_own_layer(predictable, tmp_path, requests
     """It shares the head's memory with the model."""
     other = save_hybrid(tmp_path, "dense")
     shutil.copy(BUNDLED, predictable)
-    parts = Parts(hugging_face(other), is_glm=False)
-    add_layer(other, parts, is_glm=False, num_layers=0)
+    parts = Parts(hugging_face(other), is_behind=False)
+    add_layer(other, parts, is_behind=False, num_layers=0)
     plain = load(worker_config(other))
     expected = run_all(scheduler(plain), plain, requests)
     leader = load(configured(predictable))

@@ -87,18 +87,21 @@ def kv_cache_dtype_refused(config: WorkerConfig, reason: str, way_out: str = "")
     return ConfigurationError(f"cache.kv_cache_dtype = {wanted!r}: {reason}; leave --kv-cache-dtype at auto{ways}")
 
 
-_SPARSE: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "the indexer that chooses 2,048 keys for each query"),
-    "deepseek_v4": "the indexer that chooses keys, the compressed keys and the four streams of its residual",
+_INDEXER: Final = "it has sparse attention, whose indexer is not there, which chooses 2,048 keys for each query"
+_NOT_THERE: Final[Mapping[str, str]] = {
+    "deepseek_v32": _INDEXER,
+    "deepseek_v4": "it has sparse attention, whose indexer is not there, nor are compressed keys and four streams",
+    "glm5_next": "it has sparse attention, whose indexer is not there, nor are Kimi Delta Attention and four streams",
+    "glm_moe_dsa": _INDEXER,
+    "kimi_linear": "it has Kimi Delta Attention, whose recurrence is not there, with a decay for each channel",
 }
-"""Types of models with sparse attention, and what of them is not there."""
+"""Types of models that are known and not served, and the reason."""
 
 
-def check_sparse(model_type: str) -> None:
-    """Refuses models with sparse attention by name. Raises `UnsupportedModelError`."""
-    if model_type in _SPARSE:
-        reason = f"it has sparse attention, and {_SPARSE[model_type]} is not there"
-        raise UnsupportedModelError(model_type, reason, OTHER_ENGINE)
+def check_known(model_type: str) -> None:
+    """Refuses models by name of which a part is not there, such as sparse attention. Raises `UnsupportedModelError`."""
+    if model_type in _NOT_THERE:
+        raise UnsupportedModelError(model_type, _NOT_THERE[model_type], OTHER_ENGINE)
 
 
 def check_config(config: Any) -> None:

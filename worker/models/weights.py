@@ -21,9 +21,9 @@ from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.checks import (
     OTHER_ENGINE,
     check_config,
+    check_known,
     check_loaded,
     check_num_layers,
-    check_sparse,
     first_line,
 )
 from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
@@ -157,7 +157,7 @@ def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> An
     written = read_json(folder / "config.json")
     raw = {**served_config(written, folder), **overrides}
     model_type = str(raw.get("model_type"))
-    check_sparse(model_type)
+    check_known(model_type)
     dtype = _written_dtype(raw)
     replaced = {**overrides, **({} if dtype is None else {"dtype": dtype})}
     try:

@@ -1,4 +1,4 @@
-"""Granite 4, LFM2, GLM, MiniMax-M2, Kimi K2 and DeepSeek V3.2 and V4: what their templates write for a conversation with
+"""Granite 4, LFM2, GLM, MiniMax-M2, Kimi K2, DeepSeek V3.2 and V4: what their templates write for a conversation with
 calls is read back, cut anywhere.
 """
 
