@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.models.memory import MemoryEstimator
 from holdfast.worker.models.text_model import text_config, text_name, told_of_text_model
 from holdfast.worker.models.weight_files import weight_bytes
 from tests.parity.harness import is_run_by, load, logits_in_chunks, on_ranks, relative_difference, worker_config
@@ -179,6 +180,19 @@ def test_the_text_model_has_the_logits_of_the_whole(tmp_path, kind):
     leader = load(worker_config(tmp_path, dtype="float32"))
     assert is_run_by(leader, "native")
     assert relative_difference(logits_in_chunks(leader, PROMPTS, chunk=16), expected) <= TOLERANCE
+
+
+def test_layers_that_share_keys_and_values_keep_none_and_tables_are_counted(tmp_path):
+    model = write(tmp_path, "gemma4, E2B", MODELS["gemma4, E2B"])
+    config = worker_config(tmp_path, dtype="float32")
+    leader, estimate = load(config), MemoryEstimator(config)
+    executor = leader._runner.backend.executor
+    assert [spec.key_dim for spec in executor.kv_specs] == [16, 16, 32]
+    assert leader._runner.info.kv_bytes_per_token == estimate.kv_bytes_per_token
+    assert executor.kv_bytes_per_token == 2 * (32 + 16) * 4 + (32 + 32) * 4
+    text = model.model.language_model
+    assert text.embed_tokens_per_layer.weight.numel() == 128 * 5 * 24
+    assert 0 <= estimate.weight_bytes - 4 * sum(one.numel() for one in text.parameters()) < 64
 
 
 @pytest.mark.parametrize("executor", ["native", "hf"])

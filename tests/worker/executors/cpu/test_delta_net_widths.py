@@ -100,6 +100,22 @@ LATENTS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+E2B = {
+    "model_type": "gemma4_text",
+    "hidden_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "vocab_size_per_layer_input": 256,
+    "tie_word_embeddings": True,
+}
+
+
 def share(folder: Path, changes: dict[str, Any], size: int) -> DecoderLayout:
     """That of the last rank, with random weights."""
     types = {"layer_types": ["linear_attention", "full_attention"]}
@@ -133,6 +149,21 @@ def test_layers_of_real_width_with_mamba2_are_those_of_the_reference(case, tmp_p
     assert_layers_are_right(layout)
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_layers_of_the_width_of_gemma_4_e2b_are_those_of_the_reference(size, tmp_path):
+    layout = share(tmp_path, E2B, size)
+    attentions = [attention_of(layer) for layer in layout.layers]
+    assert [(one.num_heads, one.head_dim, one.kv_source) for one in attentions] == [
+        (8 // size, 256, None),
+        (8 // size, 512, None),
+        (8 // size, 256, 0),
+        (8 // size, 512, 1),
+    ]
+    assert layout.inputs is not None
+    assert layout.inputs.table.shape == (256, 4 * 256)
+    assert_layers_are_right(layout)
+
+
 @pytest.mark.parametrize("case", LATENTS)
 def test_layers_of_real_width_with_latents_are_those_of_the_reference(case, tmp_path):
     changes, size = LATENTS[case]
@@ -147,7 +178,7 @@ def assert_layers_are_right(layout: DecoderLayout) -> None:
     runner = Runner(layout)
     x = torch.randn(NUM_TOKENS, layout.hidden_size, generator=torch.Generator().manual_seed(1))
     ours, reference = _Provable(runner.executor, 16), Reference(layout)
-    for index in range(2):
+    for index in range(len(layout.layers)):
         expected = reference.run_layer(index, x)
         difference = (ours.run_layer(index, x) - expected).abs().max() / (expected - x).abs().max()
         assert difference < 1e-5, index
