@@ -27,7 +27,8 @@ CHOSEN = (
     " or refused or head_knows or no_rows or equal_logits or any_top_k or searches_for or small_nucleus"
     " or sixteen_exponents or of_those_with_whole or answers_the_same or kept_whole"
     " or among_all or parted or stored_by_the_rule or blocks_and_threads_have"
-    " or bits_of_the_rule or they_have_apart or known_ones or neighbours_and_slots or any_of_its_drafts or chunks_and_threads"
+    " or bits_of_the_rule or they_have_apart or known_ones or neighbours_and_slots or any_of_its_drafts"
+    " or chunks_and_threads"
 )
 BF16_ALONE = (
     " and not equal_logits and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
