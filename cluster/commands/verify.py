@@ -104,8 +104,12 @@ def verify(
     _check(what, result, repeat)
     while True:
         began_s = time.monotonic()
-        report, measured = asyncio.run(_audited(url, model, secret, what))
+        report, measured, is_interrupted = asyncio.run(_audited(url, model, secret, what))
         _write(report, measured, what, result, repeat)
+        if is_interrupted:
+            from holdfast.cluster.commands.entry import EXIT_INTERRUPTED
+
+            return EXIT_INTERRUPTED
         is_bad = report.fails(_kind(result.fail_on))
         if not repeat.watch or (is_bad and not repeat.keep_watching):
             return int(is_bad)
@@ -165,7 +169,8 @@ def _reference(path: Path | None) -> dict[str, Any] | None:
         raise ConfigurationError(f"--reference {path}: {error}") from None
 
 
-async def _audited(url: str, model: str, key: str, what: WhatFlags) -> "tuple[Report, dict[str, Any]]":
+async def _audited(url: str, model: str, key: str, what: WhatFlags) -> "tuple[Report, dict[str, Any], bool]":
+    """Report, measured perplexities, and whether Ctrl-C has ended it early."""
     from holdfast.cluster.commands.cli import version
     from holdfast.cluster.verify.audit import ALL, Audit
     from holdfast.cluster.verify.report import Report
@@ -180,13 +185,16 @@ async def _audited(url: str, model: str, key: str, what: WhatFlags) -> "tuple[Re
         tolerance=what.tolerance,
         command=_command(what.during),
     )
+    is_interrupted = False
     try:
         await _shown(audit, transport)
+    except asyncio.CancelledError:  # Ctrl-C: what is done is shown and written
+        is_interrupted = True
     finally:
         await transport.close()
     spent = transport.budget.used_requests, transport.budget.used_tokens
     about = {"server": transport.base, "began_at": began_at, "version": version(), "secret": key}
-    return Report.of(audit, spent=spent, **about), audit.measured
+    return Report.of(audit, spent=spent, **about), audit.measured, is_interrupted
 
 
 def _subject(model: str, what: WhatFlags, has_key: bool) -> Any:

@@ -55,15 +55,17 @@ class Audit:
         return min((one.worst for one in self.results if one.worst), key=list(Kind).index, default=None)
 
     async def run(self, transport: Transport, report: Callable[[str], None] = lambda name: None) -> None:
-        """Never raises for what the server does: that is a finding."""
+        """Never raises for what the server does: that is a finding. Cancelled, it has the results so far."""
         began_s = time.monotonic()
-        for name, make in self._plan():
-            report(name)
-            await self._check(name, make, transport)
-            if name == "reach" and not self.subject.apis:
-                break
-        self._over_all()
-        self.seconds = time.monotonic() - began_s
+        try:
+            for name, make in self._plan():
+                report(name)
+                await self._check(name, make, transport)
+                if name == "reach" and not self.subject.apis:
+                    break
+        finally:
+            self._over_all()
+            self.seconds = time.monotonic() - began_s
 
     def _plan(self) -> Sequence[tuple[str, Callable[[], Steps]]]:
         """Checks in their order. Their APIs are known when they begin, so they are made late."""

@@ -1,5 +1,6 @@
 """Reports, budget and command of an audit."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from holdfast.cluster.verify.finding import Kind
 from holdfast.cluster.verify.page import page
 from holdfast.cluster.verify.report import Report
 from holdfast.cluster.verify.subject import Subject
-from holdfast.cluster.verify.transport import Budget, base_url
+from holdfast.cluster.verify.transport import Budget, Transport, base_url
 from holdfast.worker.errors import ConfigurationError
+from tests.cluster.verify.planted import Planted
 from tests.cluster.verify.test_planted import audited, names
 
 KEY = "sk-very-secret"
@@ -71,6 +73,21 @@ def test_a_budget_that_is_spent_skips_the_rest_and_says_so():
     assert [bool(result.skipped) for result in audit.results[:3]] == [False, True, True]
     assert audited(checks=["finish"], budget=Budget(num_tokens=200, rate=1e6)).results[1].skipped
     assert audited(checks=["finish"], budget=Budget(seconds=0.1, rate=1e6)).results[1].skipped
+
+
+def test_an_audit_that_is_cancelled_has_the_results_so_far():
+    async def run():
+        server = Planted("wrong finish")
+        transport = Transport("http://server", "", Budget(rate=1e6), inner=server)
+        audit = Audit(subject=Subject(model="", nonce="c"), checks=["finish", "stop"])
+        with pytest.raises(asyncio.CancelledError):
+            await audit.run(transport, lambda name: name == "stop" and asyncio.current_task().cancel())
+        await transport.close()
+        return audit
+
+    audit = asyncio.run(run())
+    assert [result.name for result in audit.results] == ["reach", "finish", "health"]
+    assert "finish.wrong" in names(audit)
 
 
 def test_perplexities_are_compared_with_a_reference():
