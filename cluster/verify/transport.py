@@ -92,7 +92,7 @@ class Transport:
         self._began_s = clock()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
         self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s, connect=10.0), limits=limits, transport=inner, verify=tls, trust_env=False
+            timeout=httpx.Timeout(timeout_s, connect=60.0), limits=limits, transport=inner, verify=tls, trust_env=False
         )
         self._allowance, self._at_s = float(budget.burst), time.monotonic()
 
