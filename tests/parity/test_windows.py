@@ -28,6 +28,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 MODELS = {
     "larger blocks for all": ("gemma3_text", [SLIDING] * 3 + [FULL]),
     "sinks": ("gpt_oss", [SLIDING, FULL]),
+    "keys and values that layers share": ("gemma4_text, shared keys", [SLIDING, FULL] * 3),
     "larger blocks for windows": ("cohere2", [FULL, SLIDING, FULL]),
 }
 TINY = {"max_position_embeddings": 512, "sliding_window": WINDOW}
