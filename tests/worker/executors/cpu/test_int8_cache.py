@@ -330,7 +330,7 @@ def test_a_machine_that_stores_another_bit_is_refused(monkeypatch, place, name):
         return found
 
     monkeypatch.setattr(int8_proof, "kept_rows", wrong)
-    assert int8_difference([PLAIN], F32, library_or_skip()).startswith(f"{name} in int8 of a layer with 2 KV heads")
+    assert int8_difference([PLAIN], F32, library_or_skip()).startswith(f"{name} in int8, of a layer with 2 KV heads")
 
 
 def test_a_machine_that_reads_another_bit_is_refused(monkeypatch):
