@@ -10,7 +10,17 @@ from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 from holdfast.worker.model_info import adapter_of
 from tests.worker.models.adapter_folders import merge, save_adapter
 
-PROMPTS = ["The capital of France is", "Two plus two is", "Once upon a time there was", "A list of colours: red,"]
+LONG = "It is a fine day, and the people of the town go to the market to buy bread, milk, eggs, apples and fish. " * 2
+"""Some blocks of the cache, which requests of one adapter share."""
+PROMPTS = [
+    LONG + prompt
+    for prompt in [
+        "The capital of France is",
+        "Two plus two is",
+        "Once upon a time there was",
+        "A list of colours: red,",
+    ]
+]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, logprobs=0)
 SMALL = {"dtype": "float32", "max_model_len": 128}
 
@@ -68,7 +78,7 @@ def test_in_any_company_cached_drafted_preempted_and_forked(folders, alone):
     for settings in (
         {"max_loras": 3, "max_num_batched_tokens": 7},
         {"max_loras": 2, "speculative": "ngram"},
-        {"max_loras": 1, "num_blocks": 9},
+        {"max_loras": 1, "num_blocks": 14},
         {"max_loras": 3, "tensor_parallel_size": 2},
     ):
         with LLM(str(base), enable_lora=True, **SMALL, **settings) as llm:
