@@ -78,7 +78,7 @@ class SimulatedReplica(Process):
         self.core = EngineCore(shape.make_scheduler())
         self.verdict = FrozenVerdict()
         self.is_retiring = False
-        self._runner = shape.make_runner(shape.num_blocks, shape.block_size, shape.num_state_slots)
+        self._runner = shape.make_runner(shape.num_blocks, shape.block_size, shape.num_state_slots, shape.window)
         self._links: dict[Connection, SimulatedReplicaLink] = {}
         self._num_links = 0
         self._inbox: list[Callable[[], None]] = []

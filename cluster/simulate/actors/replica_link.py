@@ -12,6 +12,7 @@ from holdfast.cluster.simulate.kernel.timeline import Violation
 from holdfast.router.events import SendSubmit
 from holdfast.worker.config import SchedulerConfig, SpeculationConfig
 from holdfast.worker.errors import HoldfastError
+from holdfast.worker.model_info import Window
 from holdfast.worker.request import AttemptKey, EngineRequest, GroupKey
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.speculation import Proposer, Speculation
@@ -104,10 +105,12 @@ class ReplicaShape:
     vocab_size: int
     prefix_caching: bool
     step_costs: StepCosts
-    make_runner: Callable[[int, int, int], Runner]
-    """Maker of a runner from the number of blocks, their size and the number of state slots."""
+    make_runner: Callable[[int, int, int, Window | None], Runner]
+    """Maker of a runner from the number of blocks, their size, the number of state slots, and the window."""
     num_state_slots: int = 0
     """0: the model keeps no states."""
+    window: Window | None = None
+    """Window of layers that give their blocks back; None: the model has none."""
     num_drafts: int = 0
     """Tokens guessed ahead for a sequence, at most."""
     make_proposer: Callable[[], Proposer] | None = None
@@ -122,6 +125,7 @@ class ReplicaShape:
             eos_token_ids=self.eos_token_ids,
             prefix_caching=self.prefix_caching,
             num_state_slots=self.num_state_slots,
+            window=self.window,
             drafter=self._speculation(),
         )
 

@@ -21,6 +21,7 @@ from holdfast.cluster.simulate.world.faults import SimulatedFault, draw_disk_fau
 from holdfast.cluster.simulate.world.traffic import draw_requests, draw_storm
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.worker.config import SchedulerConfig
+from holdfast.worker.model_info import TILE_TOKENS, Window, sequence_blocks
 from holdfast.worker.scheduler.step_time import StepCosts
 
 
@@ -66,6 +67,9 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
     attack = draw_attack(attack_rng, seed, span_s, num_routers, limits)
     is_quiet = attack is not None and attack_rng.random() < 0.6
     has_disk = not async_scheduling and replica.prefix_caching and random.Random(f"disk {seed}").random() < 0.4
+    if not (async_scheduling or has_disk or replica.num_state_slots):  # windows neither
+        # drawn so that the seeds that find planted bugs keep their worlds
+        replica = _with_window(random.Random(f"window2182 {seed}"), replica)
     are_plain = random.Random(f"plain {seed}").random() < 0.25
     scenario = Scenario(
         seed=seed,
@@ -82,7 +86,14 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
         replica=replica,
         proposers=rng.choices((None, *PROPOSERS), weights=(3, 1, 1, 1), k=num_replicas),
         requests=[
-            *draw_requests(rng, rng.randint(60, 160), span_s, replica.max_model_len, are_plain=are_plain),
+            *draw_requests(
+                rng,
+                rng.randint(60, 160),
+                span_s,
+                replica.max_model_len,
+                are_plain=are_plain,
+                before=2 * TILE_TOKENS if replica.window else 0,
+            ),
             *draw_storm(random.Random(f"storm {seed}"), span_s),
         ],
         faults=sorted(
@@ -131,6 +142,17 @@ def _draw_shape(rng: random.Random, async_scheduling: bool) -> ReplicaShape:
         make_runner=PseudoRunner,
         num_drafts=rng.choice((1, 2, 4, 8)),
     )
+
+
+def _with_window(rng: random.Random, shape: ReplicaShape) -> ReplicaShape:
+    """Most get a window, and sequences that leave it behind."""
+    if rng.random() > 2 / 3:
+        return shape
+    window = Window.beside(shape.block_size, rng.choice((3, 8, 20)), rng.choice((1, 2)) * shape.block_size)
+    length = 2 * TILE_TOKENS + 48
+    num_blocks = sequence_blocks(length, shape.block_size, window) * rng.choice((1, 2, 4, shape.scheduler.max_num_seqs))
+    scheduler = shape.scheduler.model_copy(update={"max_num_batched_tokens": rng.choice((64, 256))})
+    return replace(shape, scheduler=scheduler, window=window, max_model_len=length, num_blocks=num_blocks)
 
 
 EVENTS_PER_DEEP_CHECK: Final = 400

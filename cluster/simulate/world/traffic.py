@@ -18,12 +18,19 @@ GRACE_S = 5.0
 
 
 def draw_requests(
-    rng: random.Random, num_requests: int, span_s: float, max_model_len: int, *, are_plain: bool = False
+    rng: random.Random,
+    num_requests: int,
+    span_s: float,
+    max_model_len: int,
+    *,
+    are_plain: bool = False,
+    before: int = 0,
 ) -> list[PlannedRequest]:
     """Requests over `span_s` seconds, some of them all at once, some with a common beginning. Plain ones are greedy and
-    ask for nothing that looks at logits: replicas decode them by several steps.
+    ask for nothing that looks at logits: replicas decode them by several steps. `before`: tokens that common beginnings
+    have more.
     """
-    prefixes = [tuple(rng.choices(WHOLE_TOKEN_IDS, k=rng.randint(1, 12))) for _ in range(3)]
+    prefixes = [tuple(rng.choices(WHOLE_TOKEN_IDS, k=before + rng.randint(1, 12))) for _ in range(3)]
     burst_s = rng.uniform(0, span_s)
     burst_share = rng.choice((0.0, 0.0, 0.3, 0.7))
     requests = []

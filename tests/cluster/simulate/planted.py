@@ -23,10 +23,12 @@ from holdfast.router.resume import ResumeRecord, SequenceDelta
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker import block_hash
 from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.window_blocks import WindowBlocks, WindowTable
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.engine_core import EngineCore, OutputQueue
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.grammar_matchers import GrammarMatchers, Matcher
+from holdfast.worker.model_info import Window
 from holdfast.worker.request import TokenDelta
 from holdfast.worker.scheduler import sequence as sequence_module
 from holdfast.worker.scheduler.queues import SequenceQueues
@@ -349,12 +351,26 @@ def store_without_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedDisk, "names", lambda self, kind: names(self, "any"))
 
 
+def give_back_what_a_window_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence gives back all blocks but the last, whatever its next tokens see."""
+    give_back = WindowBlocks.give_back
+
+    def careless(self: WindowBlocks, table: WindowTable, num_tokens: int) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            last = num_tokens // self.window.block_size - 1
+            inner.setattr(Window, "first_block", lambda window, position: max(0, last))
+            give_back(self, table, num_tokens)
+
+    monkeypatch.setattr(WindowBlocks, "give_back", careless)
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     bug.__name__: bug
     for bug in (
         hash_without_the_tenant,
         trust_the_disk,
         store_without_the_version,
+        give_back_what_a_window_sees,
         drop_the_fence,
         reuse_a_freed_block,
         hand_out_a_block_twice,

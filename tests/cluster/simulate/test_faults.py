@@ -39,6 +39,7 @@ FOUND_BY = {
     "forget_what_a_sibling_cost": 14,
     "hash_without_the_tenant": 0,
     "trust_the_disk": 5,
+    "give_back_what_a_window_sees": 25,
     "store_without_the_version": 40,
     "leave_siblings_open": 4,
     "leave_the_timer": 14,
