@@ -272,6 +272,22 @@ class RouterConfig(Settings):
     model_routing_policies: dict[str, PolicyName] = Field(
         {}, description="routing policies by model name; overrides routing_policy"
     )
+    prefill_replicas: int = Field(
+        0,
+        ge=0,
+        description="replicas of each model that compute long prompts, and hand their requests on afterwards; "
+        "0: none is kept for that",
+    )
+    decode_replicas: int = Field(
+        0,
+        ge=0,
+        description="replicas of each model that get no long prompts while others take them; all others do both",
+    )
+    prefill_tokens: int = Field(
+        512,
+        ge=1,
+        description="prompt tokens that no decoding replica has cached, from which a prompt is long",
+    )
     max_waiting_per_replica: int = Field(
         64, ge=1, description="maximum waiting requests in one replica; more wait in the router"
     )

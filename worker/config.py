@@ -236,6 +236,12 @@ class CacheConfig(Settings):
         None, description="file with a key of 32 bytes, which encrypts what kv_offload_disk keeps; unset: not encrypted"
     )
 
+    kv_transfer: bool = Field(
+        True,
+        description="send cached blocks to other replicas of the model and take theirs, where that is sooner than to "
+        "compute them; on CPUs, with the native executor",
+    )
+
     @field_validator("kv_offload_disk")
     @classmethod
     def _has_folder_and_size(cls, given: str | None) -> str | None:

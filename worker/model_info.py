@@ -100,6 +100,8 @@ class ModelInfo:
     """Version of updated weights, named by the caller who put them in place; empty for those of the start."""
     chat_template: str = ""
     """The chat template that its settings give; empty: the tokenizer's own."""
+    transfers_blocks: bool = False
+    """Whether its cached blocks go to other replicas of its version, and theirs come here."""
     release: str = ""
     """The release of the code that runs it."""
     adapters: tuple[Adapter, ...] = ()
@@ -155,6 +157,8 @@ class ReplicaFacts(ModelInfo):
     """Facts that a replica reports when a link comes up: its identity, and what it has loaded."""
 
     replica_id: str
+    address: str = ""
+    """Address of its link, as the router reaches it; not reported."""
 
     @classmethod
     def of(cls, replica_id: str, info: ModelInfo) -> Self:

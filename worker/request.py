@@ -136,6 +136,15 @@ class KeptPrefix(NamedTuple):
     """Seconds from when they are computed or found."""
 
 
+class BlockSource(NamedTuple):
+    """Another replica of the same version that has blocks of a request's prefix. Advice, which may be wrong."""
+
+    address: str
+    """Address of its link."""
+    num_tokens: int
+    """Tokens, from the first one on, whose blocks it has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest(Service):
     """A tokenized request, as engines take it. It checks nothing: that it has a prompt and a seed, and the types of all
@@ -167,6 +176,8 @@ class EngineRequest(Service):
     """Risk of killing the replicas that run it. Affects no token."""
     traceparent: str = ""
     """W3C trace context of what it is part of; empty: it is not traced. Touches no token."""
+    block_source: BlockSource | None = None
+    """Another replica that has blocks of its prefix. Touches no token."""
     part: int = 0
     """Same as in `RequestKey`. Like `sequence_index`, it is routers' alone, and not sent to engines."""
     sequence_index: int = 0

@@ -112,15 +112,23 @@ class EngineStats:
     num_disk_losses: int = 0
     """Blocks that were evicted before they were copied to the disk."""
     num_digest_failures: int = 0
-    """Blocks on the disk that were not what had been stored, and were computed again; of the leading rank."""
+    """Blocks from the disk, or from other replicas, that were damaged, and were computed again; of the leading rank."""
     num_disk_errors: int = 0
-    """Reads and writes of the disk that failed; of the leading rank."""
+    """Reads and writes of the disk, and transfers from other replicas, that failed; of the leading rank."""
     num_disk_blocks: int = 0
     """Blocks and snapshots on the disk that this replica can use; of the leading rank."""
     disk_bytes: int = 0
     """Bytes of the block store on the disk, other models' blocks included."""
     disk_backlog_bytes: int = 0
     """Bytes still to be written to the disk, on the leading rank."""
+    num_received_tokens: int = 0
+    """Tokens among `num_prefix_hit_tokens`, or of a preempted request, whose blocks came from another replica."""
+    num_sent_blocks: int = 0
+    """Blocks and snapshots that were copied for other replicas."""
+    received_bytes: int = 0
+    """Bytes of blocks that came from other replicas, on the leading rank."""
+    sent_bytes: int = 0
+    """Bytes of blocks that went to other replicas, on the leading rank."""
     prefill_tokens_per_s: float = 0.0
     """The best of the last steps that computed prompts for the most part; 0 before there were some."""
     gpu_utilization: float = 0.0

@@ -127,6 +127,7 @@ class Modelless:
         self.engine = cast(Engine, engine)
         self.info = info()
         self.health = HealthConfig()
+        self.movers = None
 
 
 def cached_blocks(number: int, num_replicas: int, num_prefixes: int) -> list[int]:

@@ -337,9 +337,10 @@ class Dispatch:
 
     def _drain(self, model: str, now: float) -> list[Action]:
         """Sends what waits for a model while there is room; where it was taken away, nothing of it waits on."""
-        if not self._queue.num_waiting and not self.registry.retiring:  # as after nearly every step
-            return []
-        drained = self._placement.drain(model, now)
+        placement = self._placement
+        if not self._queue.num_waiting and not self.registry.retiring and not placement.prefilled:
+            return []  # as after nearly every step
+        drained = placement.drain(model, now)
         return drained + self._fail_removed(model) if self.registry.is_removed(model) else drained
 
     def _fail_gone(self, now: float) -> list[Action]:

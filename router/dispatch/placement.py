@@ -8,7 +8,7 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import AdmissionQueue
 from holdfast.router.dispatch.failures import Quarantine
 from holdfast.router.dispatch.replica_registry import ReplicaRegistry
-from holdfast.router.dispatch.replica_state import ReplicaState
+from holdfast.router.dispatch.replica_state import ReplicaState, Role
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_stats import DispatchStats
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
@@ -44,6 +44,10 @@ class Placement:
         self._retry_share = config.retry_share
         self._registry = registry
         self._requests = requests
+        self.prefilled: dict[RequestState, None] = {}
+        """Requests whose prompt was computed by a replica that hands them on; those that are there no more are dropped
+        when they are looked at.
+        """
 
     # --- attempts begin ---
 
@@ -63,16 +67,19 @@ class Placement:
     ) -> SendSubmit:
         """Begins an attempt: the request continues after its output so far."""
         self.stats.note_sent(state, replica.facts.replica_id, now)
+        source = self._registry.block_source(state, replica) if replica.facts.transfers_blocks else None
         attempt = self._requests.begin_attempt(state, replica, event, now)
         if replica.breaker.num_failures:
             replica.breaker.note_sent(now)
         poison_risk = self.quarantine.poison_risk(state) if state.num_replicas_lost_in_a_row else PoisonRisk.NONE
-        request = state.continuation(max(0.0, state.deadline - now), poison_risk)
+        request = state.continuation(max(0.0, state.deadline - now), poison_risk, source)
         return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
 
     def drain(self, model: str, now: float) -> list[Action]:
         """Moves requests off retiring replicas, then sends waiting requests while there is room."""
         actions = self._vacate(model, now)
+        if self.prefilled:
+            actions += self._hand_on(now)
         if not self.queue.num_waiting:
             return actions
         self.queue.advance(model, now)
@@ -109,6 +116,8 @@ class Placement:
         if state.num_steps == NUM_STEPS_TO_CLEAR and state.num_replicas_lost_in_a_row:
             self.quarantine.clear(state)
         if state.num_steps == 1:
+            if state.attempt.replica.role is Role.PREFILL and not state.request.group_id:
+                self.prefilled[state] = None
             state.attempt.replica.note_first_output(state.attempt.number, now)
             self.stats.note_first_output(state, queued_s, now)
 
@@ -263,6 +272,26 @@ class Placement:
             self.queue.park(state, version)
         return None
 
+    def _hand_on(self, now: float) -> list[Action]:
+        """Moves requests whose prompt is computed to replicas that decode. Where none has room, they stay for now."""
+        actions: list[Action] = []
+        for state in list(self.prefilled):
+            if state.attempt is None or state.attempt.replica.role is not Role.PREFILL:
+                del self.prefilled[state]
+                continue
+            target = None if state.status is RequestStatus.ON_TRIAL else self._choose(state)
+            if target is not None and target.role is not Role.PREFILL:
+                del self.prefilled[state]
+                actions += self._move(state, target, now)
+        return actions
+
+    def _move(self, state: RequestState, target: ReplicaState, now: float) -> list[Action]:
+        """Ends an attempt, and begins one on another replica."""
+        attempt = self._requests.end_attempt(state)
+        self.stats.note_taken_back(state, RequestEvent.MOVE, now)
+        abort = SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number)
+        return [abort, self.send(state, target, now, RequestEvent.MOVE)]
+
     def _vacate(self, model: str, now: float) -> list[Action]:
         """Moves requests off retiring replicas. Where no other replica has room, they stay.
 
@@ -283,8 +312,5 @@ class Placement:
                     continue
                 if target is None:
                     return actions
-                attempt = self._requests.end_attempt(state)
-                self.stats.note_taken_back(state, RequestEvent.MOVE, now)
-                actions.append(SendAbort(replica_id=replica.facts.replica_id, attempt=attempt.number))
-                actions.append(self.send(state, target, now, RequestEvent.MOVE))
+                actions += self._move(state, target, now)
         return actions

@@ -175,6 +175,14 @@ def next_bit(mask: int, start: int) -> int:
     return start + (above & -above).bit_length() - 1 if above else (mask & -mask).bit_length() - 1
 
 
+def set_bits(mask: int) -> Iterator[Slot]:
+    """Slots of a set, given as the bits of an integer, the lowest first."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
 def random_choice(snapshot: RoutingSnapshot) -> Slot:
     """Any of them."""
     return snapshot.draw()

@@ -8,7 +8,7 @@ from typing import Final
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.circuit_breaker import CircuitBreaker
-from holdfast.router.dispatch.policy import CLOSED, POLICIES, RandomIndex, RoutingSnapshot
+from holdfast.router.dispatch.policy import CLOSED, POLICIES, RandomIndex, RoutingSnapshot, set_bits
 from holdfast.router.dispatch.prefix_index import NO_MATCH
 from holdfast.router.dispatch.replica_state import ModelState, ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
@@ -17,7 +17,7 @@ from holdfast.router.events import ModelStatus, ReplicaLoad
 from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState
 from holdfast.worker.errors import UnknownModelError
 from holdfast.worker.model_info import ReplicaFacts
-from holdfast.worker.request import EngineLoad
+from holdfast.worker.request import BlockSource, EngineLoad
 
 MAX_MISSING: Final = 100
 """Versions without a replica that a model remembers."""
@@ -51,7 +51,8 @@ class ReplicaRegistry:
         breaker.end_rest(now)
         model = self._models.get(facts.model)
         if model is None:
-            model = self._models[facts.model] = ModelState(facts, self._config.policy_of(facts.model))
+            roles = self._config.prefill_replicas, self._config.decode_replicas
+            model = self._models[facts.model] = ModelState(facts, self._config.policy_of(facts.model), *roles)
         max_waiting, max_ttft_s = self._config.max_waiting_per_replica, self._config.max_ttft_s
         replica = ReplicaState(facts, load, breaker, model.table, max_waiting, max_ttft_s)
         self.replicas[facts.replica_id] = model.by_slot[replica.slot] = replica
@@ -91,6 +92,7 @@ class ReplicaRegistry:
             return only if version in ("", only.version) and only.takes_more(is_trial=is_trial) else None
         table, request = model.table, state.request
         match = table.holders.match(state.prefix) if model.policy == "prefix_aware" else NO_MATCH
+        state.prefix_match = match
         snapshot = table.snapshot(self._random_index, len(request.prompt_token_ids), match, request.session_id)
         if is_trial:
             snapshot = snapshot.without([one.slot for one in model.replicas if not one.takes_more(is_trial=True)])
@@ -98,10 +100,43 @@ class ReplicaRegistry:
             snapshot = snapshot.without(model.others_than(version))
         elif not version and len(model.versions) > 1:
             snapshot = self._shared(model, snapshot, request.request_id)
+        if model.has_roles:
+            snapshot = self._for_role(model, state, snapshot)
         if not snapshot.num_open:
             return None
         table.last = POLICIES[model.policy](snapshot)
         return model.by_slot[table.last]
+
+    def _for_role(self, model: ModelState, state: RequestState, snapshot: RoutingSnapshot) -> RoutingSnapshot:
+        """Leaves out replicas of the other role, unless no other takes requests. A prompt is long by what has to be
+        computed of it where it would be decoded.
+        """
+        num_tokens = 0
+        if not state.output_token_ids:
+            decoding = ~sum(1 << slot for slot in model.not_for(is_long=False))
+            cached = (count for count, mask in state.prefix_match.holders if mask & decoding)
+            num_tokens = len(state.request.prompt_token_ids) - next(cached, 0)
+        chosen = snapshot.without(model.not_for(is_long=num_tokens >= self._config.prefill_tokens))
+        return chosen if chosen.num_open else snapshot
+
+    def block_source(self, state: RequestState, target: ReplicaState) -> BlockSource | None:
+        """Another replica that has more of a request's prefix than the one that it is sent to: the one that it ran on,
+        or one that has the prompt cached. None: there is none. The replica decides whether computing is sooner.
+        """
+        model, num_here = self._models[state.model], state.prefix_match.num_cached(target.slot)
+        before = self.replicas.get(state.replica_id)
+        if before is not None and state.output_token_ids:
+            there = [(len(state.request.prompt_token_ids) + len(state.output_token_ids), 1 << before.slot)]
+        else:
+            there = list(state.prefix_match.holders)
+        for num_tokens, mask in there:
+            if num_tokens <= num_here:
+                return None
+            for slot in set_bits(mask):
+                replica = model.by_slot.get(slot)
+                if replica is not None and replica is not target and replica.sends_blocks_to(target):
+                    return BlockSource(replica.facts.address, num_tokens)
+        return None
 
     def retire(self, replica: ReplicaState, is_retiring: bool) -> None:
         """Marks a replica as retiring, or no longer so."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from enum import Enum
 from typing import Final
 
 from holdfast.router.config import PolicyName
@@ -150,6 +151,7 @@ class ReplicaState:
     ) -> None:
         self.facts = facts
         self.version, self.fingerprint = facts.version, facts.fingerprint
+        self.role = Role.BOTH
         self.load = load
         self.breaker = breaker
         self.stats: EngineStats | None = None
@@ -192,6 +194,10 @@ class ReplicaState:
         load = self.load
         num_sequences = max(load.num_running + load.num_waiting + self._num_sent, len(self.attempts))
         return num_sequences + (load.num_waiting_tokens + self._num_sent_tokens) / TOKENS_PER_SEQUENCE
+
+    def sends_blocks_to(self, other: "ReplicaState") -> bool:
+        """Whether another replica can take its blocks."""
+        return bool(self.facts.transfers_blocks and self.facts.address) and self.version == other.version
 
     @property
     def is_retiring(self) -> bool:
@@ -260,12 +266,26 @@ class ReplicaState:
             self._table.set_score(self.slot, self.score if self.takes_more() else CLOSED)
 
 
+class Role(Enum):
+    """Part of a replica in the requests of its model."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    """Computes long prompts, and hands their requests on."""
+    DECODE = "decode"
+    """Gets no long prompts while others take them."""
+
+
 class ModelState:
     """One model that has been served here at least once."""
 
-    def __init__(self, facts: ModelInfo, policy: PolicyName) -> None:
+    def __init__(self, facts: ModelInfo, policy: PolicyName, num_prefill: int = 0, num_decode: int = 0) -> None:
+        """`num_prefill` of its replicas compute long prompts alone, and `num_decode` get none."""
         self.facts = facts
         self.policy = policy
+        self._num_by_role = num_prefill, num_decode
+        self.has_roles = False
+        """Whether some of its replicas have a role now, and can hand requests on."""
         self.table = LoadTable(has_ring=policy == "session_affinity")
         self.replicas: list[ReplicaState] = []
         self.by_slot: dict[Slot, ReplicaState] = {}
@@ -284,7 +304,30 @@ class ModelState:
         for version in self.versions:
             self.missing.pop(version, None)
         self.down_since = None if self.replicas else now
+        self._assign_roles()
         self.refresh_facts()
+
+    def _assign_roles(self) -> None:
+        """Assigns roles in the order of ids, so that routers that know the same replicas agree. Where there are too few
+        replicas for both roles, each does both.
+        """
+        num_prefill, num_decode = self._num_by_role
+        ordered = sorted(
+            (one for one in self.replicas if one.facts.transfers_blocks), key=lambda one: one.facts.replica_id
+        )
+        self.has_roles = bool(num_prefill or num_decode) and len(ordered) > max(num_prefill, 1)
+        for replica in self.replicas:
+            replica.role = Role.BOTH
+        for number, replica in enumerate(ordered if self.has_roles else ()):
+            if number < num_prefill:
+                replica.role = Role.PREFILL
+            elif number < num_prefill + num_decode:
+                replica.role = Role.DECODE
+
+    def not_for(self, *, is_long: bool) -> list[Slot]:
+        """Slots of replicas that get no long prompts, or nothing but them."""
+        role = Role.DECODE if is_long else Role.PREFILL
+        return [replica.slot for replica in self.replicas if replica.role is role]
 
     def others_than(self, version: str) -> list[Slot]:
         """The slots of replicas of other versions."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from holdfast.router.dispatch.prefix_index import PromptPrefix
+from holdfast.router.dispatch.prefix_index import NO_MATCH, PrefixMatch, PromptPrefix
 from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_status import TRANSITIONS, RequestEvent, RequestStatus, Standing
 from holdfast.router.dispatch.timeline import Timeline
@@ -16,6 +16,7 @@ from holdfast.router.text.text_stream import shown_tokens, stop_reason
 from holdfast.worker.errors import InternalError
 from holdfast.worker.model_info import version_of, with_adapter
 from holdfast.worker.request import (
+    BlockSource,
     EngineRequest,
     FinishReason,
     PoisonRisk,
@@ -78,6 +79,8 @@ class RequestState:
     """Key by which it is found; no client can write another client's."""
     request_key: RequestKey = field(init=False)
     _prefix: PromptPrefix | None = field(default=None, repr=False)
+    prefix_match: PrefixMatch = NO_MATCH
+    """Replicas that had its prompt cached when one was chosen last."""
     fingerprint: str = field(init=False)
     """Model fingerprint of the last replica that it ran on; of a resumed request, perhaps behind another router."""
     replayed_without_guarantee: bool = False
@@ -145,7 +148,10 @@ class RequestState:
         self.early_prompt_logprobs += logprobs
 
     def continuation(
-        self, time_left_s: float | None = None, poison_risk: PoisonRisk = PoisonRisk.NONE
+        self,
+        time_left_s: float | None = None,
+        poison_risk: PoisonRisk = PoisonRisk.NONE,
+        block_source: BlockSource | None = None,
     ) -> EngineRequest:
         """The request to a replica that continues after the output so far, within `time_left_s`."""
         return replace(
@@ -153,6 +159,7 @@ class RequestState:
             output_token_ids=tuple(self.output_token_ids),
             time_left_s=time_left_s,
             poison_risk=poison_risk,
+            block_source=block_source,
         )
 
     def take(

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Final, NoReturn, TypeAlias
 
 import grpc
@@ -288,7 +289,7 @@ class ReplicaLink:
         hello = read_response(first)
         if not isinstance(hello, Hello):
             raise self._lost("the first message must be Hello")
-        facts = self._checked(hello)
+        facts = replace(self._checked(hello), address=self.endpoint.address)
         await self._prepare(self.endpoint, facts)
         self.is_up = True
         self._backoff.note_up()

@@ -200,6 +200,10 @@ OF_REPLICAS: Final = (
         "holdfast_replica_digest_failures_total", C, _REPLICA, "Blocks on the disk that were damaged: computed again"
     ),
     Metric("holdfast_replica_disk_errors_total", C, _REPLICA, "Reads and writes of the block store that failed"),
+    Metric("holdfast_replica_received_tokens_total", C, _REPLICA, "Tokens whose blocks came from another replica"),
+    Metric("holdfast_replica_sent_blocks_total", C, _REPLICA, "Blocks that were copied for other replicas"),
+    Metric("holdfast_replica_received_bytes_total", C, _REPLICA, "Bytes of blocks that came from other replicas"),
+    Metric("holdfast_replica_sent_bytes_total", C, _REPLICA, "Bytes of blocks that went to other replicas"),
     Metric("holdfast_replica_expired_total", C, _REPLICA, "Requests dropped because their deadline was, or would be"),
     Metric("holdfast_replica_prefix_query_tokens_total", C, _REPLICA, "Tokens looked up in the prefix cache"),
     Metric("holdfast_replica_prefix_hit_tokens_total", C, _REPLICA, "Those of them that were cached"),

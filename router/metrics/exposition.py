@@ -103,6 +103,14 @@ COUNTS: Final = {
 }
 """Fields of `EngineStats`, and the middle of their names."""
 
+TRANSFERS: Final = {
+    "num_received_tokens": "received_tokens_total",
+    "num_sent_blocks": "sent_blocks_total",
+    "received_bytes": "received_bytes_total",
+    "sent_bytes": "sent_bytes_total",
+}
+"""The same of a replica that takes blocks from others, or sends them."""
+
 DISK: Final = {
     "num_disk_blocks": "disk_blocks",
     "disk_bytes": "disk_bytes",
@@ -138,9 +146,9 @@ def replica_samples(model: str, replica: str, load: EngineLoad, stats: EngineSta
         slots = {"used": stats.num_used_slots, "snapshot": stats.num_cached_slots, "empty": num_empty}
         for state, count in slots.items():
             yield Sample(f"{prefix}state_slots", (*labels, state), count)
-    if stats.disk_bytes:
-        for field, name in DISK.items():
-            yield Sample(f"{prefix}{name}", labels, getattr(stats, field))
+    kinds = (stats.disk_bytes, DISK), (stats.received_bytes or stats.sent_bytes, TRANSFERS)
+    for field, name in (item for is_shown, fields in kinds if is_shown for item in fields.items()):
+        yield Sample(f"{prefix}{name}", labels, getattr(stats, field))
     for field, name in COUNTS.items():
         yield Sample(f"{prefix}{name}_total", labels, getattr(stats, field))
     times = {"plan": stats.plan_time_s, "run": stats.step_time_s, "commit": stats.commit_time_s}

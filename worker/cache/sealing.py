@@ -21,7 +21,10 @@ KIND_BYTES: Final = 1
 
 
 class WrongDigestError(Exception):
-    """A block is not what was stored."""
+    """A block is not what was stored, or sent."""
+
+    def __str__(self) -> str:
+        return "a block has a wrong digest"
 
 
 class Sealer:
@@ -48,6 +51,29 @@ class Sealer:
         if _digest(name, data) != record[-DIGEST_BYTES:]:
             raise WrongDigestError
         return data
+
+
+class CheckSealer(Sealer):
+    """Digests that tell damage several times as fast, of blocks that are not kept: XXH3 of 128 bits."""
+
+    def __init__(self) -> None:
+        from xxhash import xxh3_128  # here: few processes send or receive blocks
+
+        self._hash = xxh3_128
+
+    def seal(self, name: bytes, data: memoryview) -> Sequence[memoryview | bytes]:
+        return data, self._digest(name, data)
+
+    def unseal(self, name: bytes, record: memoryview) -> memoryview:
+        data = record[:-DIGEST_BYTES]
+        if self._digest(name, data) != record[-DIGEST_BYTES:]:
+            raise WrongDigestError
+        return data
+
+    def _digest(self, name: bytes, data: memoryview) -> bytes:
+        digest = self._hash(name)
+        digest.update(data)
+        return digest.digest()
 
 
 class KeySealer(Sealer):

@@ -46,6 +46,12 @@ class PeerSockets:
         for connection in self._peers.values():
             _tune(connection, timeout_s)
 
+    @property
+    def own_host(self) -> str:
+        """Address of this host by which the leader reaches it."""
+        host: str = self._peers[0].getsockname()[0]
+        return host
+
     def exchange(self, x: Tensor) -> list[Tensor]:
         """Every rank's `x`, in rank order. `x` is contiguous, on the CPU, and of the same shape on all ranks.
 

@@ -33,6 +33,8 @@ class TensorParallelGroup(Protocol):
     """After this long a rank that others wait for in a sum counts as lost."""
     is_aborted: bool = False
     """Whether a rank was lost: no rank waits for others any more. Any thread may look."""
+    own_host: str = ""
+    """Address of this rank's host by which the leader reaches it; empty on the leader."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, added in rank order. May overwrite `x`. Raises `ReplicaError` if a rank is lost."""
@@ -146,6 +148,8 @@ class DistributedGroup(TensorParallelGroup):
 
         met = meet(self.rank, self.size, rendezvous, start_timeout_s, listener=listener, notice=notice)
         self._sockets = PeerSockets(met.peers, self.data_timeout_s)
+        if self.rank > 0:
+            self.own_host = self._sockets.own_host
         if self._has_nccl:
             limit = timedelta(seconds=start_timeout_s)
             store = store or TCPStore(rendezvous.host, int(met.notice), self.size, is_master=False, timeout=limit)

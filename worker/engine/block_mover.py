@@ -1,9 +1,10 @@
-"""Block mover of one rank: copies blocks between its caches and its block store, on a thread of its own.
+"""Block mover of one rank: copies blocks between its caches and its block store, on a thread of its own, and between
+its caches and those of the same rank of other replicas (`block_sockets.py`).
 
 The thread that runs the rank's steps copies rows out of the caches and into them, between two steps; all that concerns
-the disk, digests and encryption is done here. Reading goes before writing. Blocks are read in pieces, so that the first
-are in the cache while the last are read. No thread ever waits for the disk but this one, and, for a moment, a rank
-whose piece is late.
+the disk, sockets, digests and encryption is done elsewhere. Reading goes before writing. Blocks are read in pieces, so
+that the first are in the cache while the last are read. No thread ever waits for the disk but this one, and, for a
+moment, a rank whose piece is late.
 """
 
 import logging
@@ -16,6 +17,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from holdfast.worker.cache.block_store import BlockStore
+from holdfast.worker.cache.sealing import WrongDigestError
+from holdfast.worker.engine.block_sockets import Block, BlockReceiver, BlockServer, TransferKey
 from holdfast.worker.engine.tier_mover import KV, Place
 from holdfast.worker.executors.block_bytes import BlockBytes, Bytes
 
@@ -44,6 +47,8 @@ class MoverEvents(NamedTuple):
     """The next piece of a ticket is there."""
     on_written: Callable[[], None]
     """There is room for more."""
+    on_failed: Callable[[int], None]
+    """A ticket gets no further piece: another replica does not send it."""
 
 
 class MoverCounts:
@@ -63,6 +68,17 @@ class MoverCounts:
         """CPU time of the thread of the steps; measured."""
         self.write_s_per_byte = 1e-9
         """CPU time of the mover's thread; measured."""
+        self.receive_s_per_byte = 1e-9
+        """Seconds per byte from another replica; measured."""
+        self.num_received_bytes = 0
+        self.num_sent_bytes = 0
+
+
+class Sender(NamedTuple):
+    """Rank of another replica that sends blocks."""
+
+    address: tuple[str, int]
+    key: TransferKey
 
 
 class _Fetch:
@@ -70,41 +86,60 @@ class _Fetch:
         self.ticket = ticket
         self.pieces = deque(names[first : first + piece] for first in range(0, len(names), piece))
         self.read: deque[dict[bytes, Bytes]] = deque()
+        self.receiver: BlockReceiver | None = None
+        """Connection, of blocks that come from another replica."""
+        self.received: dict[bytes, Bytes] = {}
+        """Blocks of the next piece that are there."""
+        self.began_s = 0.0
+        self.num_bytes = 0
 
 
 class BlockMover:
     """Used by the thread of the rank's steps, and by its own."""
 
-    def __init__(self, store: BlockStore, pools: dict[bytes, BlockBytes]) -> None:
-        """`pools`: where blocks of each kind lie. The thread starts with `start`."""
+    def __init__(self, store: BlockStore | None, pools: dict[bytes, BlockBytes]) -> None:
+        """`pools`: where blocks of each kind lie. The thread starts with `start`, if there is a store."""
         self.counts = MoverCounts()
         self._store = store
         self._pools = pools
         self._events: MoverEvents | None = None
         self._changed = threading.Condition()
-        self._writes: deque[list[tuple[bytes, Bytes]]] = deque()
+        self._writes: deque[list[Block]] = deque()
         self._fetches: dict[int, _Fetch] = {}
         self._ahead_bytes = 0
         self._closed = False
         self._paused_until = 0.0
+        self._server: BlockServer | None = None
+        self._transfers: dict[int, bytes] = {}  # outgoing ones, by the leader's number
         self._thread = threading.Thread(target=self._work, name="holdfast-blocks", daemon=True)
         self._measure()
 
     def start(self, events: MoverEvents | None = None) -> None:
         """Starts the thread; `events` are the leader's: the first one reports the blocks that are in the store."""
         self._events = events
-        self._tell_news()
-        self._thread.start()
+        if self._store is not None:
+            self._tell_news()
+            self._thread.start()
 
     def close(self) -> None:
         """Writes what is staged, if the disk is quick, and ends."""
         with self._changed:
             self._closed = True
+            receivers = [fetch.receiver for fetch in self._fetches.values() if fetch.receiver is not None]
             self._changed.notify_all()
+        for receiver in receivers:
+            receiver.close()
+        if self._server is not None:
+            self._server.close()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_S)
 
     # --- for the thread of the steps ---
+
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a store below the caches."""
+        return self._store is not None
 
     @property
     def has_room(self) -> bool:
@@ -113,20 +148,25 @@ class BlockMover:
 
     def store(self, places: Sequence[Place]) -> None:
         """Copies these blocks, to be written in the background. Without room they are left out."""
-        if not self.has_room:
+        if not self.has_room or self._store is None:
             return
+        batch = self._copied(places)
+        with self._changed:
+            self._writes.append(batch)
+            self.counts.staged_bytes += _size(batch)
+            self._changed.notify_all()
+
+    def _copied(self, places: Sequence[Place]) -> list[Block]:
+        """A copy of these blocks, first those of one kind, then of the other."""
         began_s = time.thread_time()
-        batch: list[tuple[bytes, Bytes]] = []
+        batch: list[Block] = []
         for kind, pool in self._pools.items():
             own = [(name, place) for name, place in places if name.startswith(kind)]
             if own:
                 rows = pool.read([place for _, place in own])
                 batch += zip([name for name, _ in own], rows, strict=True)
-        with self._changed:
-            self._writes.append(batch)
-            self.counts.staged_bytes += _size(batch)
-            self._changed.notify_all()
         self._note("copy_s_per_byte", began_s, time.thread_time(), _size(batch))
+        return batch
 
     def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
         """Begins to read these blocks, `piece` of them at a time. No names: what the ticket was for is not wanted."""
@@ -135,7 +175,56 @@ class BlockMover:
                 self._fetches[ticket] = _Fetch(ticket, names, piece)
             elif (fetch := self._fetches.pop(ticket, None)) is not None:
                 self._ahead_bytes -= sum(sum(map(len, piece.values())) for piece in fetch.read)
+                if fetch.receiver is not None:
+                    fetch.receiver.close()
             self._changed.notify_all()
+
+    # --- for the thread of the steps: other replicas ---
+
+    def listen(self, host: str) -> int:
+        """Listens for other replicas from now on; the port. Raises OSError."""
+        if self._server is None:
+            self._server = BlockServer(host, self._note_sent)
+        return self._server.port
+
+    def offer(self, number: int, key: TransferKey) -> None:
+        """Opens a transfer to another replica, which the leader calls by this number."""
+        assert self._server is not None, "it listens before it offers"
+        self._transfers[number] = key.transfer
+        self._server.offer(key)
+
+    def send(self, number: int, places: Sequence[Place]) -> None:
+        """Copies these blocks, to be sent in this order. No places: nothing more comes."""
+        transfer = self._transfers.get(number)
+        if transfer is None or self._server is None:
+            return
+        if places:
+            self._server.send(transfer, self._copied(places))
+        else:
+            self._server.end(transfer)
+            del self._transfers[number]
+
+    def sends_room(self, number: int) -> bool | None:
+        """Whether more may be sent; None: the other side wants nothing more."""
+        transfer = self._transfers.get(number)
+        if transfer is None or self._server is None or not self._server.is_open(transfer):
+            return None
+        return self._server.has_room
+
+    def receive(self, ticket: int, sender: Sender, names: Sequence[bytes], piece: int) -> None:
+        """Begins to receive these blocks, `piece` of them at a time."""
+        fetch = _Fetch(ticket, names, piece)
+        fetch.began_s = time.monotonic()
+        fetch.receiver = BlockReceiver(
+            sender.address,
+            sender.key,
+            names,
+            lambda blocks: self._take_in(fetch, blocks),
+            lambda error: self._note_received(fetch, sender, error),
+        )
+        with self._changed:
+            self._fetches[ticket] = fetch
+        fetch.receiver.start()
 
     def take(self, ticket: int, places: Sequence[Place]) -> list[bool]:
         """Puts the next piece of a ticket in its places; for each of them, whether it is there now."""
@@ -172,7 +261,8 @@ class BlockMover:
             self._tell_news()
             if batch is not None:
                 self._note_written(batch)
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
 
     def _has_work(self) -> bool:
         return self._closed or bool(self._writes) or self._next_fetch() is not None
@@ -180,11 +270,12 @@ class BlockMover:
     def _next_fetch(self) -> _Fetch | None:
         if self._closed or self._ahead_bytes >= AHEAD_BYTES:
             return None
-        return next((fetch for fetch in self._fetches.values() if fetch.pieces), None)
+        return next((one for one in self._fetches.values() if one.pieces and one.receiver is None), None)
 
     def _read_piece(self, fetch: _Fetch) -> None:
         began_s = time.monotonic()
         found: dict[bytes, Bytes] = {}
+        assert self._store is not None, "its thread runs"
         try:
             for name in fetch.pieces[0]:
                 data = self._store.get(name)
@@ -194,18 +285,24 @@ class BlockMover:
             self._complain("reading from", error)
         size = sum(map(len, found.values()))
         self._note("read_s_per_byte", began_s, time.monotonic(), size)
+        self._hand_on(fetch, found)
+
+    def _hand_on(self, fetch: _Fetch, found: dict[bytes, Bytes]) -> bool:
+        """The next piece of a fetch is there. Whether it is still wanted."""
         with self._changed:
             fetch.pieces.popleft()
             if self._fetches.get(fetch.ticket) is not fetch:
-                return  # it is not wanted any more
+                return False
             fetch.read.append(found)
-            self._ahead_bytes += size
+            self._ahead_bytes += sum(map(len, found.values()))
             self._changed.notify_all()
         if self._events is not None:
             self._events.on_piece(fetch.ticket)
+        return True
 
-    def _write(self, batch: list[tuple[bytes, Bytes]]) -> None:
+    def _write(self, batch: list[Block]) -> None:
         began_s = time.thread_time()
+        assert self._store is not None, "its thread runs"
         try:
             if time.monotonic() >= self._paused_until:
                 self._store.put([(name, row.data) for name, row in batch])
@@ -214,7 +311,7 @@ class BlockMover:
             self._complain("writing to", error)
             self._paused_until = time.monotonic() + PAUSE_S
 
-    def _note_written(self, batch: list[tuple[bytes, Bytes]]) -> None:
+    def _note_written(self, batch: list[Block]) -> None:
         with self._changed:
             self._writes.popleft()
             self.counts.staged_bytes -= _size(batch)
@@ -222,6 +319,7 @@ class BlockMover:
             self._events.on_written()
 
     def _tell_news(self) -> None:
+        assert self._store is not None, "its thread runs"
         try:
             came, gone = self._store.news()
             self.counts.num_blocks, self.counts.num_bytes = self._store.num_blocks, self._store.num_bytes
@@ -231,6 +329,48 @@ class BlockMover:
         self.counts.num_failures = self._store.num_failures
         if self._events is not None and (came or gone):
             self._events.on_news(came, gone)
+
+    # --- threads of connections ---
+
+    def _take_in(self, fetch: _Fetch, blocks: Sequence[Block]) -> bool:
+        """Blocks have come, in order, and are right. Waits while too many are ahead; whether more are wanted."""
+        for name, row in blocks:
+            if len(row) != self._pools[name[:1]].row_bytes:
+                raise ValueError(f"a block of {len(row)} bytes, where this replica's have another size")
+            fetch.received[name] = row
+            fetch.num_bytes += len(row)
+            if fetch.pieces and len(fetch.received) == len(fetch.pieces[0]):
+                found, fetch.received = fetch.received, {}
+                if not self._hand_on(fetch, found):
+                    return False
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closed or self._ahead_bytes < AHEAD_BYTES or self._fetches.get(fetch.ticket) is not fetch
+            )
+            return not self._closed and self._fetches.get(fetch.ticket) is fetch
+
+    def _note_received(self, fetch: _Fetch, sender: Sender, error: Exception | None) -> None:
+        """The connection is closed. A piece that is not whole is handed on, and then what is missing is computed."""
+        self.counts.num_received_bytes += fetch.num_bytes
+        self._note("receive_s_per_byte", fetch.began_s, time.monotonic(), fetch.num_bytes)
+        if isinstance(error, WrongDigestError):
+            self.counts.num_failures += 1
+        if error is not None:
+            self.counts.num_errors += not isinstance(error, WrongDigestError)
+            host, port = sender.address
+            logger.warning("blocks from the replica at %s:%d are computed here: %s", host, port, error)
+        if not fetch.pieces:
+            return
+        if fetch.received:
+            self._hand_on(fetch, fetch.received)
+        if fetch.pieces and self._fetches.get(fetch.ticket) is fetch and self._events is not None:
+            self._events.on_failed(fetch.ticket)
+
+    def _note_sent(self) -> None:
+        if self._server is not None:
+            self.counts.num_sent_bytes = self._server.num_sent_bytes
+        if self._events is not None:
+            self._events.on_written()
 
     def _complain(self, what: str, error: OSError) -> None:
         self.counts.num_errors += 1
@@ -243,6 +383,8 @@ class BlockMover:
 
     def _measure(self) -> None:
         """Measures the least cost of reading, before anything was read: digest and copy of some rows."""
+        if self._store is None:
+            return
         rows = np.zeros(4 << 20, np.uint8)
         began_s = time.monotonic()
         self._store.sealer.seal(KV, rows.data)
@@ -250,5 +392,5 @@ class BlockMover:
         self.counts.read_s_per_byte = (time.monotonic() - began_s) / len(rows)
 
 
-def _size(batch: Sequence[tuple[bytes, Bytes]]) -> int:
+def _size(batch: Sequence[Block]) -> int:
     return sum(len(row) for _, row in batch)

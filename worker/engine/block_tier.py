@@ -1,10 +1,11 @@
-"""Block tier: which blocks go from the prefix cache to the store below it, and what the store has; without IO.
+"""Block tier: which blocks go from the prefix cache to the store below it, and what the store has; without IO. Without
+a store, blocks go to other replicas and come from them alone.
 
 Blocks that the cache has and the store has not are copied to it between two steps, in the order in which they
 were computed, as far as a budget of time goes: a share of what the steps take, and all of it while nothing runs. So
 nearly all blocks are down long before they are evicted; those that are evicted before are lost.
 
-`restores.py` brings them back.
+`restores.py` brings them back, and `sendings.py` sends blocks to other replicas.
 """
 
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from typing import Final
 from holdfast.worker.cache.block_pool import BlockAllocator, BlockEvicted, BlockStored, CacheEvent
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.engine.restores import Restores
+from holdfast.worker.engine.sendings import Sendings
 from holdfast.worker.engine.tier_mover import KV, STATE, Mover, Place, TierShape
 from holdfast.worker.request import Priority
 from holdfast.worker.step_update import EngineStats
@@ -42,8 +44,13 @@ class BlockTier:
         computing_s: Callable[[int, int], float],
         num_waiting: Callable[[Priority], int],
         can_preempt: Callable[[Priority], bool],
+        *,
+        has_store: bool = True,
     ) -> None:
         """`computing_s`, `num_waiting` and `can_preempt` as for `Restores`."""
+        self.has_store = has_store
+        self.moves: set[int] = set()
+        """Restores and sendings that are open; empty while there is nothing to tend without a store."""
         self._num_lost_blocks = self._turn = 0
         self._budget_s = 0.0
         self._allocator = allocator
@@ -57,9 +64,9 @@ class BlockTier:
         """Blocks of keys and values that the store has not; and states, each with the turn since when it is here."""
         self._states_to_store: OrderedDict[bytes, int] = OrderedDict()
         self._left_out: OrderedDict[bytes, None] = OrderedDict()
-        self.restores = Restores(
-            allocator, slots, mover, shape, self._stored, self._forget, computing_s, num_waiting, can_preempt
-        )
+        of_engine = computing_s, num_waiting, can_preempt, self.moves
+        self.restores = Restores(allocator, slots, mover, shape, self._stored, self._forget, *of_engine)
+        self.sendings = Sendings(allocator.prefix_cache, slots, mover, shape, self.moves)
 
     # --- what can be had ---
 
@@ -81,6 +88,7 @@ class BlockTier:
         for name in list(self._stored):
             self._forget(name)
         self.restores.give_up()
+        self.sendings.end_all()
 
     @property
     def block_hashes(self) -> Iterable[bytes]:
@@ -149,6 +157,9 @@ class BlockTier:
         stats.num_disk_hit_tokens, stats.num_disk_losses = self.restores.num_hit_tokens, self._num_lost_blocks
         stats.num_disk_blocks, stats.disk_bytes = counts.num_blocks, counts.num_bytes
         stats.num_digest_failures, stats.num_disk_errors = counts.num_failures, counts.num_errors
+        stats.num_received_tokens = self.restores.num_received_tokens
+        stats.num_sent_blocks = self.sendings.num_sent_blocks
+        stats.received_bytes, stats.sent_bytes = counts.num_received_bytes, counts.num_sent_bytes
 
     def store_some(self, step_s: float | None) -> None:
         """Copies some blocks to the store. `step_s`: how long the last step took; None: nothing runs."""

@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Final, TypeVar
@@ -25,6 +25,7 @@ from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.inbox import Inbox
 from holdfast.worker.engine.overlapping import RunLength, StepsInFlight
 from holdfast.worker.engine.request_guards import NumbersCheck
+from holdfast.worker.engine.sendings import Sendings
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import EngineLoad, EngineRequest
@@ -41,6 +42,9 @@ Result = TypeVar("Result")
 GPU_EVERY_S = 2.0
 """A busy engine looks at its GPU once in so many seconds: to ask a driver takes longer than to plan a step."""
 
+
+HELD_LOOK_S: Final = 0.1
+"""Seconds between two signs of life while requests wait for blocks and nothing runs."""
 
 STOP_LIMIT_S: Final = 30.0
 """Seconds that `stop` waits for the step now running."""
@@ -221,7 +225,30 @@ class Engine:
             on_news=lambda came, gone: put(lambda: tier.learn(came, gone)),
             on_piece=lambda ticket: put(lambda: tier.restores.note_piece(ticket)),
             on_written=lambda: put(lambda: None),
+            on_failed=lambda ticket: put(lambda: tier.restores.cut(ticket)),
         )
+
+    @property
+    def sendings(self) -> Sendings:
+        """Blocks that go to other replicas. On the engine's thread only, where there is a tier."""
+        assert self._core.tier is not None, "blocks can be moved"
+        return self._core.tier.sendings
+
+    def settle_restore(self, ticket: int, num_blocks: int) -> Sequence[bytes]:
+        """Another replica sends so many blocks for a restore: their names, and that of the snapshot behind them. Empty:
+        it is not waited for any more. On the engine's thread only.
+        """
+        return () if self._core.tier is None else self._core.tier.restores.settle(ticket, num_blocks)
+
+    def cut_restore(self, ticket: int) -> None:
+        """No further piece of a restore comes."""
+        tier = self._core.tier
+        if tier is not None:
+            self._inbox.put_unless_closed(lambda: tier.restores.cut(ticket))
+
+    def now(self) -> float:
+        """The engine's clock, in seconds."""
+        return self._clock()
 
     @property
     def load(self) -> EngineLoad:
@@ -236,7 +263,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether anything waits to be done. While it does, `progress` should move."""
-        return self._inbox.closed_by is None and (self._core.scheduler.has_work or not self._inbox.is_empty)
+        waits = self._core.scheduler.has_work or bool(self._core.held) or not self._inbox.is_empty
+        return self._inbox.closed_by is None and waits
 
     @property
     def failure(self) -> HoldfastError | None:
@@ -264,12 +292,16 @@ class Engine:
     def _take_commands(self) -> None:
         """Runs all commands in the inbox; with nothing to do, waits for the first command."""
         wait_s = 0.0 if self._core.scheduler.has_work else self._core.most_idle_s(self._clock(), self._idle_s)
+        if self._core.held:  # who waits for blocks sees that this thread does not stand still
+            self.progress.tick()
+            wait_s = min(wait_s, HELD_LOOK_S)
         commands = self._inbox.take(wait_s)
         if wait_s and not commands:
             self._runner.keep_alive()
         for command in commands:
             command()
-        if self._core.tier is not None and not self._core.scheduler.has_work:
+        tier = self._core.tier
+        if tier is not None and (tier.has_store or tier.moves) and not self._core.scheduler.has_work:
             self._core.tend_tier(self._clock())
 
     def _turn(self) -> None:
@@ -284,7 +316,8 @@ class Engine:
         collected_s = self._clock()
         num_gained = self._core.commit(plan, result, step_s)
         self._deliver()
-        if self._core.tier is not None:
+        tier = self._core.tier
+        if tier is not None and (tier.has_store or tier.moves):
             self._core.tend_tier(self._clock(), step_s)
         ended_s, num_steps = self._clock(), plan.num_steps
         self._core.note_turn(launched_s - began_s, collected_s - launched_s, ended_s - collected_s, num_steps)

@@ -100,7 +100,8 @@ class EngineCore:
         replica."""
         self.tier: BlockTier | None = None
         """Block tier, if the cache has a block store below it. Set before any request comes."""
-        self._held: dict[Hashable, _Held] = {}
+        self.held: dict[Hashable, _Held] = {}
+        """Requests that wait for blocks from below the cache, or from another replica, by their keys. Read only."""
         self.adapters: AdapterDesk | None = None
         """Desk of adapters, where they are served. Set before any request comes."""
         self._in_doubt: list[Hashable] = []
@@ -133,7 +134,7 @@ class EngineCore:
         self._reject_dropped()
         self._output_queues.pop(listener, None)
         self._feeds.pop(listener, None)
-        for attempt in [attempt for attempt, held in self._held.items() if held.listener is listener]:
+        for attempt in [attempt for attempt, held in self.held.items() if held.listener is listener]:
             self._take_held(attempt)
         for attempt in [attempt for attempt, one in self._awaiting.items() if one.listener is listener]:
             del self._awaiting[attempt]
@@ -146,7 +147,7 @@ class EngineCore:
         if output_queue is not None:
             # Earlier events that have not been taken follow, and agree with this on each block.
             blocks, states = self.scheduler.prefix_cache.block_hashes, self.scheduler.snapshot_hashes
-            if self.tier is not None:
+            if self.tier is not None and self.tier.has_store:
                 blocks, states = (*blocks, *self.tier.block_hashes), (*states, *self.tier.snapshot_hashes)
             output_queue.cache = self._feeds[listener] = CacheFeed(blocks, states)
 
@@ -162,10 +163,10 @@ class EngineCore:
             return
         if self.tier is not None and listener is self.numbers_check:
             self.tier.leave_out(root_hash(request.cache_salt, request.tenant, request.adapter_digest))
-        if attempt in self._held:
+        if attempt in self.held:
             self._release(attempt)
         elif self.tier is not None and (restore := self.tier.restores.restore_for(request, now)) is not None:
-            self._held[attempt] = _Held(request, listener, now, restore)
+            self.held[attempt] = _Held(request, listener, now, restore)
             return
         self._submit(request, listener, now, attempt)
 
@@ -188,7 +189,7 @@ class EngineCore:
 
     def adapters_in_use(self) -> set[str]:
         """Digests of the adapters of open requests, those that wait for their prefix among them."""
-        return self.scheduler.adapters_in_use() | {held.request.adapter_digest for held in self._held.values()}
+        return self.scheduler.adapters_in_use() | {held.request.adapter_digest for held in self.held.values()}
 
     def adapter_loaded(self, ticket: int) -> None:
         """A load of an adapter is over: between two steps, those who waited for it go on, or are refused."""
@@ -227,14 +228,14 @@ class EngineCore:
         self._submit(held.request, held.listener, held.arrived_s, attempt, held.restore.num_hit_tokens)
 
     def _take_held(self, attempt: Hashable) -> _Held:
-        held = self._held.pop(attempt)
-        if self.tier is not None and all(other.restore is not held.restore for other in self._held.values()):
+        held = self.held.pop(attempt)
+        if self.tier is not None and all(other.restore is not held.restore for other in self.held.values()):
             self.tier.restores.end(held.restore)
         return held
 
     def abort(self, attempt: Hashable) -> None:
         """Ends a request; its last delta says `ABORT`. Unknown keys are ignored."""
-        if attempt in self._held:
+        if attempt in self.held:
             self._release(attempt)
         if attempt in self._awaiting:
             self._end_awaiting(attempt)
@@ -264,7 +265,7 @@ class EngineCore:
         """`abort` for every request."""
         for attempt in list(self._awaiting):
             self._end_awaiting(attempt)
-        for attempt in list(self._held):
+        for attempt in list(self.held):
             self._release(attempt)
         self._keep(self.scheduler.abort_all())
         self._reject_in_doubt()
@@ -272,25 +273,31 @@ class EngineCore:
     # --- below the cache ---
 
     def tend_tier(self, now: float, step_s: float | None = None) -> None:
-        """Between two steps: copies blocks to the store and from it, and lets requests go on that waited for some.
-        `step_s`: how long the last step took; None: nothing runs.
+        """Between two steps: copies blocks to the store and from it, and to other replicas and from them, and lets
+        requests go on that waited for some. `step_s`: how long the last step took; None: nothing runs.
         """
         if self.tier is None:
             return
-        self._note_cache_events()
+        if self.tier.has_store:
+            self._note_cache_events()
+        self.tier.sendings.advance(step_s, now)
         for restore in self.tier.restores.advance(step_s, now):
-            for attempt in [attempt for attempt, held in self._held.items() if held.restore is restore]:
+            for attempt in [attempt for attempt, held in self.held.items() if held.restore is restore]:
                 self._release(attempt)
-        self.tier.store_some(step_s)
+        if self.tier.has_store:
+            self.tier.store_some(step_s)
         self.tier.report(self._counts)
 
     def most_idle_s(self, now: float, most_s: float) -> float:
         """Seconds to wait for a command, if there is nothing to run."""
-        return most_s if self.tier is None else min(most_s, max(0.001, self.tier.restores.next_due_s - now))
+        if self.tier is None or not self.tier.moves:
+            return most_s
+        due_s = min(self.tier.restores.next_due_s, self.tier.sendings.next_due_s)
+        return min(most_s, max(0.001, due_s - now))
 
     def forget_cache(self) -> None:
         """Forgets the cache, which belongs to other weights now. No request may be open."""
-        for attempt in list(self._held):
+        for attempt in list(self.held):
             self._release(attempt)
         self.scheduler.forget_cache()
         if self.tier is not None:
@@ -382,7 +389,7 @@ class EngineCore:
             if not is_busy or self._step_id >= self._stats_step_id + STATS_EVERY_STEPS:
                 self._stats_step_id = self._step_id
                 stats = self.told_stats = self.scheduler.stats()
-        if self._feeds or self.tier is not None:
+        if self._feeds or (self.tier is not None and self.tier.has_store):
             self._note_cache_events()
         updates = []
         for listener, output_queue in self._output_queues.items():
@@ -425,7 +432,7 @@ class EngineCore:
         """Keeps the prefix cache's events for those that follow it; while none does, they are not asked for."""
         blocks, slots = self.scheduler.caches
         events, states = blocks.prefix_cache.take_events(), [] if slots is None else slots.take_events()
-        if self.tier is not None:
+        if self.tier is not None and self.tier.has_store:
             self.tier.note(events, states)
             events, states = self.tier.seen(events, states)
         for feed in self._feeds.values():

@@ -23,6 +23,7 @@ from holdfast.worker.engine.rank_orders import (
     Order,
     RankMover,
     RankMovers,
+    can_transfer,
     number_message,
     read_reload,
     reload_message,
@@ -120,6 +121,8 @@ class ModelRunner:
             runner.info = replace(runner.info, adapters=runner._first_adapters(runner.adapters))
         memory = loaded.backend.block_memory() if isinstance(loaded.backend, NativeBackend) else None
         runner.mover = RankMover.of(config, runner.info, memory, group)
+        transfers = runner.mover is not None and can_transfer(config, runner.info)
+        runner.info = replace(runner.info, transfers_blocks=transfers)
         if runner.mover is not None and group.rank > 0:
             runner.mover.start()
         return runner

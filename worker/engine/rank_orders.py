@@ -1,12 +1,17 @@
 """Rank orders: what the leader has the other ranks do besides steps. To stop, to take other weights, and to copy blocks
-to their stores and from them.
+to their stores and from them, and to other replicas and from them.
 
-    block order:  [kind, ticket, blocks of a piece, C, N | C sources | C destinations | N places | N names of 3 words]
+    block order:  [kind, ticket, blocks of a piece, C, N, T | C sources | C destinations | N places | N names of 3 words
+                   | T bytes of text]
 
 Each is one int64 array. A block order is sent between two steps, so a rank's caches are what they are on the leader
-when it is carried out. A rank stores its own share of a block, and a block is there only if all shares are.
+when it is carried out. A rank stores, sends and receives its own share of a block, and a block is there only if all
+shares are.
 """
 
+import ipaddress
+import json
+import logging
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -19,18 +24,21 @@ from holdfast.worker.cache.block_store import BlockStore
 from holdfast.worker.cache.sealing import sealer_of
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
-from holdfast.worker.engine.block_mover import BlockMover, MoverCounts, MoverEvents
-from holdfast.worker.engine.tier_mover import KV, STATE, Place
+from holdfast.worker.engine.block_mover import BlockMover, MoverCounts, MoverEvents, Sender
+from holdfast.worker.engine.block_sockets import TransferKey
+from holdfast.worker.engine.tier_mover import KV, NAME_BYTES, STATE, Place
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.block_bytes import BlockMemory
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.weight_files import weights_stamp
 from holdfast.worker.models.weights import model_folder
+from holdfast.worker.request import BlockSource
 from holdfast.worker.step_plan import StateCopy
 
-_HEADER: Final = 5
+logger = logging.getLogger(__name__)
+
+_HEADER: Final = 6
 _NAME_WORDS: Final = 3
-_NAME_BYTES: Final = 17
 
 
 class Order(IntEnum):
@@ -50,6 +58,14 @@ class Order(IntEnum):
     """A ticket and an adapter to load follow."""
     TAKE_ADAPTER = -7
     """A ticket and the slot to put it in follow."""
+    LISTEN = -8
+    """The host at which to listen for other replicas follows."""
+    OFFER = -9
+    """A transfer to another replica begins: its number and its key follow."""
+    SEND = -10
+    """Blocks of a transfer to copy and send follow, each with its place; none: it ends."""
+    RECEIVE = -11
+    """Like `FETCH`, from another replica: its ranks' addresses and the transfer's key follow."""
 
 
 def number_message(number: int) -> Message:
@@ -68,7 +84,10 @@ def read_reload(message: Message) -> tuple[str, str]:
     return folder, version
 
 
-BLOCK_ORDERS: Final = (Order.STORE, Order.FETCH, Order.TAKE)
+BLOCK_ORDERS: Final = (
+    *(Order.STORE, Order.FETCH, Order.TAKE),
+    *(Order.LISTEN, Order.OFFER, Order.SEND, Order.RECEIVE),
+)
 ADAPTER_ORDERS: Final = (Order.FETCH_ADAPTER, Order.TAKE_ADAPTER)
 
 
@@ -77,6 +96,8 @@ class RankMover:
 
     def __init__(self, mover: BlockMover, memory: BlockMemory, group: TensorParallelGroup) -> None:
         self.mover = mover
+        self.addresses: list[tuple[str, int]] = []
+        """Addresses of all ranks at which blocks can be had, once they listen. Port 0: it cannot listen."""
         self._events: MoverEvents | None = None
         self._memory = memory
         self._group = group
@@ -87,20 +108,34 @@ class RankMover:
     ) -> "RankMover | None":
         """The mover that the settings ask for. Raises `ConfigurationError` where there can be none."""
         wanted = config.cache.offload_folder_and_bytes
-        if wanted is None:
+        if wanted is not None:
+            _check(config, memory)
+        elif not can_transfer(config, info):
             return None
-        _check(config, memory)
-        assert memory is not None, "it was checked"
-        folder, num_bytes = wanted
-        kind = repr(
-            (
-                *(info.model_type, info.release, info.numerics, info.quantization, info.block_size),
-                *(group.size, group.rank, memory.form, weights_stamp(model_folder(config.model))),
-            )
-        )
-        store = BlockStore(Path(folder), num_bytes, kind.encode(), sealer_of(config.cache.kv_offload_key_file))
+        if memory is None:
+            return None
         pools = {KV: memory.blocks} if memory.states is None else {KV: memory.blocks, STATE: memory.states}
+        store = None
+        if wanted is not None:
+            folder, num_bytes = wanted
+            kind = repr(
+                (
+                    *(info.model_type, info.release, info.numerics, info.quantization, info.block_size),
+                    *(group.size, group.rank, memory.form, weights_stamp(model_folder(config.model))),
+                )
+            )
+            store = BlockStore(Path(folder), num_bytes, kind.encode(), sealer_of(config.cache.kv_offload_key_file))
         return cls(BlockMover(store, pools), memory, group)
+
+    @property
+    def has_store(self) -> bool:
+        """Whether there is a store below the cache."""
+        return self.mover.has_store
+
+    @property
+    def form(self) -> str:
+        """Layout of a block's rows on this rank."""
+        return self._memory.form
 
     def start(self, events: MoverEvents | None = None) -> None:
         """Begins to move blocks; `events` are the leader's."""
@@ -120,20 +155,56 @@ class RankMover:
         """Carries out the leader's order. For a piece that was taken: for each of its blocks, whether all ranks have
         it.
         """
-        kind, ticket, piece, num_copies, num_names = order[:_HEADER].tolist()
-        copies, places, words = np.split(order[_HEADER:], [2 * num_copies, 2 * num_copies + num_names])
-        names = [row[:_NAME_BYTES].tobytes() for row in words.view(np.uint8).reshape(num_names, 8 * _NAME_WORDS)]
-        if kind == Order.STORE:
-            self.mover.store(list(zip(names, places.tolist(), strict=True)))
-        elif kind == Order.FETCH:
-            self.mover.fetch(ticket, names, piece)
-        else:
-            if self._memory.copy_states is not None:
-                self._memory.copy_states(copies.reshape(2, num_copies))
-            found = self.mover.take(ticket, list(zip(names, places.tolist(), strict=True)))
-            everywhere = self._group.all_gather(torch.tensor([found], dtype=torch.uint8), dim=0)
-            return [bool(one) for one in everywhere.min(dim=0).values.tolist()]
+        kind, ticket, piece, num_copies, num_names, num_text = order[:_HEADER].tolist()
+        ends = np.cumsum([2 * num_copies, num_names, _NAME_WORDS * num_names])
+        copies, places, words, text = np.split(order[_HEADER:], ends)
+        names = [row[:NAME_BYTES].tobytes() for row in words.view(np.uint8).reshape(num_names, 8 * _NAME_WORDS)]
+        where = list(zip(names, places.tolist(), strict=True))
+        match kind:
+            case Order.STORE:
+                self.mover.store(where)
+            case Order.FETCH:
+                self.mover.fetch(ticket, names, piece)
+            case Order.SEND:
+                self.mover.send(ticket, where)
+            case Order.TAKE:
+                if self._memory.copy_states is not None:
+                    self._memory.copy_states(copies.reshape(2, num_copies))
+                found = torch.tensor([self.mover.take(ticket, where)], dtype=torch.uint8)
+                everywhere = self._group.all_gather(found, dim=0)
+                return [bool(one) for one in everywhere.min(dim=0).values.tolist()]
+            case _:
+                self._meet(Order(kind), ticket, names, piece, text.view(np.uint8)[:num_text].tobytes().decode())
         return ()
+
+    def _meet(self, kind: Order, ticket: int, names: Sequence[bytes], piece: int, text: str) -> None:
+        """Carries out an order that concerns another replica."""
+        if kind is Order.LISTEN:
+            self._listen(text)
+            return
+        parts = json.loads(text)
+        key = TransferKey(bytes.fromhex(parts["transfer"]), bytes.fromhex(parts["key"]), parts["is_encrypted"])
+        if kind is Order.OFFER:
+            self.mover.offer(ticket, key)
+        else:
+            host, port = parts["addresses"][self._group.rank]
+            self.mover.receive(ticket, Sender((host, port), key), names, piece)
+
+    def _listen(self, host: str) -> None:
+        """Listens; all ranks hear of all addresses. A rank on another host than the leader does so where it reaches the
+        leader.
+        """
+        own = self._group.own_host or host
+        if ipaddress.ip_address(own).is_loopback:
+            own = host
+        port = 0
+        try:
+            port = self.mover.listen(own)
+        except OSError as error:
+            logger.warning("blocks cannot be sent to other replicas: %s: %s", own, error)
+        packed = int(ipaddress.ip_address(own)).to_bytes(16, "big") + port.to_bytes(2, "big")
+        everywhere = self._group.all_gather(torch.frombuffer(bytearray(packed), dtype=torch.uint8)[None], dim=0)
+        self.addresses = [_address(bytes(row)) for row in everywhere.tolist()]
 
 
 class RankMovers:
@@ -143,6 +214,10 @@ class RankMovers:
         """`own`: the leader's mover, another one once other weights are served."""
         self._own = own
         self._group = group
+        self.asker: Callable[[int, BlockSource, Sequence[bytes], int, float], None] | None = None
+        """Asks another replica to send blocks: a ticket, the replica, their names, the blocks of a piece, and how many
+        seconds there are for it. None: no other replica can be reached.
+        """
 
     @property
     def own(self) -> RankMover:
@@ -169,6 +244,45 @@ class RankMovers:
     def take(self, ticket: int, places: Sequence[Place], state_copies: Sequence[StateCopy]) -> Sequence[bool]:
         return self._order(Order.TAKE, ticket, 0, places, state_copies)
 
+    # --- other replicas ---
+
+    def listen(self, host: str) -> list[tuple[str, int]]:
+        """Addresses of all ranks for other replicas; they listen from now on. Empty where one of them cannot."""
+        own = self.own
+        if not own.addresses:
+            self._order(Order.LISTEN, text=host)
+        return own.addresses if all(port for _, port in own.addresses) else []
+
+    def ask(self, ticket: int, source: BlockSource, names: Sequence[bytes], piece: int, lasts_s: float) -> None:
+        if self.asker is not None:
+            self.asker(ticket, source, names, piece, lasts_s)
+
+    @property
+    def can_ask(self) -> bool:
+        return self.asker is not None
+
+    def offer(self, number: int, key: TransferKey) -> None:
+        """Opens a transfer on all ranks."""
+        self._order(Order.OFFER, number, text=_key_text(key))
+
+    def send(self, number: int, places: Sequence[Place]) -> None:
+        self._order(Order.SEND, number, places=places)
+
+    def sends_room(self, number: int) -> bool | None:
+        return self.own.mover.sends_room(number)
+
+    def receive(
+        self,
+        ticket: int,
+        addresses: Sequence[tuple[str, int]],
+        key: TransferKey,
+        names: Sequence[bytes],
+        piece: int,
+    ) -> None:
+        """Begins to receive blocks of a transfer on all ranks, each from its own of these addresses."""
+        places = [(name, 0) for name in names]
+        self._order(Order.RECEIVE, ticket, piece, places, text=_key_text(key, addresses=list(addresses)))
+
     def _order(
         self,
         kind: Order,
@@ -176,15 +290,36 @@ class RankMovers:
         piece: int = 0,
         places: Sequence[Place] = (),
         copies: Sequence[StateCopy] = (),
+        text: str = "",
     ) -> Sequence[bool]:
-        header = np.array([kind, ticket, piece, len(copies), len(places)], dtype=np.int64)
+        given = text.encode()
+        header = np.array([kind, ticket, piece, len(copies), len(places), len(given)], dtype=np.int64)
         moved = np.array(copies, dtype=np.int64).reshape(-1, 2).T.ravel()
         names = b"".join(name.ljust(8 * _NAME_WORDS, b"\0") for name, _ in places)
         where = np.array([place for _, place in places], dtype=np.int64)
-        order = np.concatenate((header, moved, where, np.frombuffer(names, dtype=np.int64)))
+        padded = given.ljust(-(-len(given) // 8) * 8, b"\0")
+        rest = np.frombuffer(names + padded, dtype=np.int64)
+        order = np.concatenate((header, moved, where, rest))
         if self._group.size > 1:
             self._group.broadcast(order)
         return self.own.carry_out(order)
+
+
+def can_transfer(config: WorkerConfig, info: ModelInfo) -> bool:
+    """Whether blocks of this replica may go to others, and theirs come here."""
+    has_draft = config.speculation.speculative in ("draft", "mtp")  # whose blocks would be missing
+    return config.cache.kv_transfer and config.cache.enable_prefix_caching and info.window is None and not has_draft
+
+
+def _key_text(key: TransferKey, **others: object) -> str:
+    parts = {"transfer": key.transfer.hex(), "key": key.key.hex(), "is_encrypted": key.is_encrypted}
+    return json.dumps({**parts, **others})
+
+
+def _address(packed: bytes) -> tuple[str, int]:
+    number = int.from_bytes(packed[:16], "big")
+    host = ipaddress.ip_address(number) if number >> 32 else ipaddress.IPv4Address(number)
+    return str(host), int.from_bytes(packed[16:], "big")
 
 
 def _check(config: WorkerConfig, memory: BlockMemory | None) -> None:

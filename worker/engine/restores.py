@@ -1,6 +1,6 @@
-"""Restores: prefixes that come back from the store below the cache. A core without IO.
+"""Restores: prefixes that come from the store below the cache, or from another replica. A core without IO.
 
-A request whose prefix goes on in the store is held until its blocks are in the cache, where that is sooner than to
+A request whose prefix goes on there is held until its blocks are in the cache, where that is sooner than to
 compute them, and then submitted as if it had come just now. It finds them as it finds any cached block: nothing but
 the cache knows where they came from. Restores that memory has no room for beside what runs and each other would evict
 each other's blocks: they wait for room, in the order of their classes, and tenants take turns. Computing would wait for
@@ -15,7 +15,7 @@ from typing import Final
 from holdfast.worker.cache.block_pool import BlockAllocator, HashChain
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.engine.tier_mover import KV, STATE, Mover, TierShape
-from holdfast.worker.request import EngineRequest, Priority
+from holdfast.worker.request import BlockSource, EngineRequest, Priority
 from holdfast.worker.step_plan import StateCopy
 
 SHARE: Final = 0.1
@@ -24,6 +24,8 @@ MOST_S: Final = 0.1
 """Most seconds of it that are saved up."""
 FIXED_S: Final = 0.002
 """Seconds of a restore besides reading: two threads wait for each other."""
+ASKING_S: Final = 0.01
+"""The same of one that another replica is asked for."""
 LEAST_S: Final = 0.1
 """A request is held for so long at most, if computing would take less."""
 MOST_HELD_S: Final = 30.0
@@ -51,6 +53,8 @@ class Restore:
     num_tokens: int
     """Tokens that then need not be computed."""
     num_bytes: int
+    source: BlockSource | None = None
+    """The replica that has them; None: the store."""
     computed_s: float = 0.0
     """When computing could have ended; a restore that has begun is given up then."""
     due_s: float = 0.0
@@ -61,13 +65,16 @@ class Restore:
     """Pieces that were read and are not in the cache yet."""
     num_taken: int = 0
     """Names that are in the cache."""
+    is_cut: bool = False
+    """Whether no further piece comes."""
     has_failed: bool = False
     num_hit_tokens: int = 0
-    """Tokens that it has brought back; known once it has ended."""
+    """Tokens that it has brought back from the store; known once it has ended."""
 
     @property
     def is_over(self) -> bool:
-        return self.has_failed or self.num_taken == len(self.names)
+        is_cut = self.is_cut and not self.num_ready
+        return self.has_failed or is_cut or self.num_taken == len(self.names)
 
 
 class Restores:
@@ -84,12 +91,14 @@ class Restores:
         computing_s: Callable[[int, int], float],
         num_waiting: Callable[[Priority], int],
         can_preempt: Callable[[Priority], bool],
+        moves: set[int],
     ) -> None:
         """`stored` are the names in the store; `lose` is called with one that turns out not to be there.
 
         `computing_s`: how long it takes to compute so many tokens of a prompt, from a position on; infinite where
         nothing was measured yet. `num_waiting`: requests of a class and of better ones that wait for memory or a slot.
-        `can_preempt`: whether a request of a class could preempt one that runs.
+        `can_preempt`: whether a request of a class could preempt one that runs. `moves` has a ticket while its restore
+        is open.
         """
         self._allocator = allocator
         self._cache = allocator.prefix_cache
@@ -101,18 +110,21 @@ class Restores:
         self._computing_s = computing_s
         self._num_waiting = num_waiting
         self._can_preempt = can_preempt
+        self._moves = moves
         self._restores: dict[int, Restore] = {}
-        self._num_restores = self.num_hit_tokens = 0
+        self._num_restores = self.num_hit_tokens = self.num_received_tokens = 0
         self._budget_s = 0.0
 
     def restore_for(self, request: EngineRequest, now: float) -> Restore | None:
         """A restore to hold the request for, which has begun, maybe for another request; None: it is not held."""
-        if not self._stored or (request.sampling_params.prompt_logprobs is not None and not request.output_token_ids):
+        source = request.block_source if self._mover.can_ask else None
+        if not self._stored and source is None:
+            return None
+        if request.sampling_params.prompt_logprobs is not None and not request.output_token_ids:
             return None
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)
-        restore = self._promised(
-            HashChain(request.cache_salt, request.tenant, request.adapter_digest), token_ids, request.priority
-        )
+        chain = HashChain(request.cache_salt, request.tenant, request.adapter_digest)
+        restore = self._promised(chain, token_ids, request.priority, source)
         if restore is None:
             return None
         restore.tenant = request.tenant
@@ -128,6 +140,7 @@ class Restores:
         restore.due_s = now + MOST_HELD_S
         self._hold(restore, now)
         self._restores[restore.ticket] = restore
+        self._moves.add(restore.ticket)
         if self._has_room(restore):
             self._begin(restore, now)
         return restore
@@ -137,8 +150,12 @@ class Restores:
         restore.computed_s = now + min(MOST_HELD_S, max(LEAST_S, self._computing_time_s(restore)))
 
     def _moving_s(self, restore: Restore) -> float:
-        queued = restore.num_bytes + sum(other.num_bytes for other in self._restores.values())
-        return FIXED_S + queued * (self._mover.counts.read_s_per_byte + self._mover.counts.copy_s_per_byte)
+        """Seconds until it is here. Blocks of one place come one after the other."""
+        counts = self._mover.counts
+        is_near = restore.source is None
+        others = sum(one.num_bytes for one in self._restores.values() if (one.source is None) is is_near)
+        each_s = counts.copy_s_per_byte + (counts.read_s_per_byte if is_near else counts.receive_s_per_byte)
+        return (FIXED_S if is_near else ASKING_S) + (restore.num_bytes + others) * each_s
 
     def _computing_time_s(self, restore: Restore) -> float:
         position = restore.depth * self._allocator.block_size - restore.num_tokens
@@ -169,34 +186,51 @@ class Restores:
         """Reads its pieces from now on."""
         restore.is_begun = True
         self._hold(restore, now)
-        self._mover.fetch(restore.ticket, restore.names, self._shape.piece)
+        if restore.source is None:
+            self._mover.fetch(restore.ticket, restore.names, self._shape.piece)
+        else:
+            lasts_s = restore.computed_s - now
+            self._mover.ask(restore.ticket, restore.source, restore.names, self._shape.piece, lasts_s)
 
     def _begin_waiting(self, now: float) -> None:
         """Begins restores for which there is room now, of what is in the store alone now."""
         for restore in sorted((one for one in self._restores.values() if not one.is_begun), key=_order):
             if not self._has_room(restore):
                 return
-            promised = self._promised(restore.chain, restore.token_ids, restore.priority)
+            promised = self._promised(restore.chain, restore.token_ids, restore.priority, restore.source)
             if promised is None:  # what it waited for is here, or lost
                 restore.has_failed = True
                 continue
             restore.first, restore.names, restore.depth = promised.first, promised.names, promised.depth
             restore.num_tokens, restore.num_bytes = promised.num_tokens, promised.num_bytes
+            restore.source = promised.source
             self._begin(restore, now)
 
-    def _promised(self, chain: HashChain, token_ids: Sequence[int], priority: Priority) -> Restore | None:
-        """A restore of the part of a prefix that is in the store alone; None: there is none."""
+    def _promised(
+        self, chain: HashChain, token_ids: Sequence[int], priority: Priority, source: BlockSource | None
+    ) -> Restore | None:
+        """A restore of the part of a prefix that is in the store alone, or that another replica has of it if that is
+        more; None: there is none.
+        """
         size = self._allocator.block_size
         most = (len(token_ids) - 1) // size
         num_here = len(self._cache.find(chain, token_ids, most))
+        num_there = 0 if source is None else min(most, source.num_tokens // size)
         end = num_here
         while end < most and KV + chain.hash_of(end, token_ids, size) in self._stored:
             end += 1
+        if end >= num_there:
+            source = None
+        else:
+            end = num_there
         state: tuple[bytes, ...] = ()
         usable = num_here
         if self._slots is not None:
             usable, _ = self._slots.deepest(chain, token_ids, num_here)
-            end, state = self._deepest_state(chain, token_ids, usable, end)
+            if source is None:
+                end, state = self._deepest_state(chain, token_ids, usable, end)
+            else:
+                state = (STATE + chain.hash_of(end - 1, token_ids, size),)
         if end <= usable:
             return None
         names = [KV + chain.hash_of(index, token_ids, size) for index in range(num_here, end)]
@@ -207,10 +241,11 @@ class Restores:
             chain=chain,
             token_ids=token_ids,
             first=num_here,
-            names=(*names, *state),
+            names=[*names, *state],
             depth=end,
             num_tokens=(end - usable) * size,
             num_bytes=num_bytes,
+            source=source,
         )
 
     def _deepest_state(
@@ -230,6 +265,28 @@ class Restores:
         """The next piece of a restore was read."""
         if (restore := self._restores.get(ticket)) is not None:
             restore.num_ready += 1
+
+    def settle(self, ticket: int, num_blocks: int) -> Sequence[bytes]:
+        """Another replica has so many of the blocks that it was asked for: what comes, a snapshot behind them included.
+        Empty: nobody waits for it any more, or it is of no use.
+        """
+        restore = self._restores.get(ticket)
+        if restore is None:
+            return ()
+        blocks = [name for name in restore.names if name.startswith(KV)][:num_blocks]
+        depth = restore.first + len(blocks)
+        lost = (restore.depth - depth) * self._allocator.block_size
+        if not blocks or lost >= restore.num_tokens:
+            restore.has_failed = True
+            return ()
+        restore.depth, restore.num_tokens = depth, restore.num_tokens - lost
+        restore.names = blocks if self._slots is None else [*blocks, STATE + blocks[-1][len(KV) :]]
+        return restore.names
+
+    def cut(self, ticket: int) -> None:
+        """No further piece of a restore comes."""
+        if (restore := self._restores.get(ticket)) is not None:
+            restore.is_cut = True
 
     def advance(self, step_s: float | None, now: float) -> list[Restore]:
         """Puts pieces that were read in their places; returns the restores that are over, or given up. `step_s`: how
@@ -257,13 +314,19 @@ class Restores:
         """Nobody waits for it any more."""
         if self._restores.pop(restore.ticket, None) is None:
             return
+        self._moves.discard(restore.ticket)
         if restore.is_begun and restore.num_taken < len(restore.names):
             self._mover.fetch(restore.ticket, (), 0)
+        num_tokens = 0
         if restore.num_taken == len(restore.names):
-            restore.num_hit_tokens = restore.num_tokens
+            num_tokens = restore.num_tokens
         elif self._slots is None:  # else the state is missing, and with it all is
-            restore.num_hit_tokens = restore.num_taken * self._allocator.block_size
-        self.num_hit_tokens += restore.num_hit_tokens
+            num_tokens = restore.num_taken * self._allocator.block_size
+        if restore.source is None:
+            restore.num_hit_tokens = num_tokens
+            self.num_hit_tokens += num_tokens
+        else:
+            self.num_received_tokens += num_tokens
 
     def give_up(self) -> None:
         """Ends all: the store belongs to other weights now."""

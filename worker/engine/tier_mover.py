@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from holdfast.worker.request import BlockSource
 from holdfast.worker.step_plan import StateCopy
 
 KV: Final = b"k"
 STATE: Final = b"s"
 """A block's name begins with what it holds: keys and values, or a state. The rest is its hash."""
+
+NAME_BYTES: Final = 17
 
 PIECE_BYTES: Final = 8 << 20
 
@@ -24,11 +27,14 @@ class MovingCounts(Protocol):
     copy_s_per_byte: float
     write_s_per_byte: float
     read_s_per_byte: float
+    receive_s_per_byte: float
     num_blocks: int
     num_bytes: int
     num_failures: int
     num_errors: int
     staged_bytes: int
+    num_received_bytes: int
+    num_sent_bytes: int
 
 
 class Mover(Protocol):
@@ -48,6 +54,23 @@ class Mover(Protocol):
 
     def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
         """Begins to read, `piece` blocks at a time; each piece is reported. Without names: cancels the ticket."""
+        ...
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether other replicas can be asked for blocks."""
+        ...
+
+    def ask(self, ticket: int, source: BlockSource, names: Sequence[bytes], piece: int, lasts_s: float) -> None:
+        """Like `fetch`, from another replica, within so many seconds."""
+        ...
+
+    def send(self, number: int, places: Sequence[Place]) -> None:
+        """Copies what these blocks and slots hold, to be sent to another replica in this order. None: nothing more."""
+        ...
+
+    def sends_room(self, number: int) -> bool | None:
+        """Whether more may be sent; None: the other replica wants nothing more."""
         ...
 
     def take(self, ticket: int, places: Sequence[Place], state_copies: Sequence[StateCopy]) -> Sequence[bool]:

@@ -15,11 +15,13 @@ from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.log_level import log_level, set_log_level
 from holdfast.worker.model_info import ReplicaFacts
+from holdfast.worker.replica.block_exchange import BlockExchange
 from holdfast.worker.replica.link_traces import LinkTraces
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import AttemptKey, EngineRequest
 from holdfast.worker.step_update import Heartbeat, Hello, Rejection, StepUpdate
 from holdfast.worker.wire.link_requests import (
+    blocks_request_parser,
     engine_request,
     link_request_parser,
 )
@@ -56,12 +58,16 @@ REFUSED: Final = "this replica is not of the caller's cluster: it asks for anoth
 Context: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.LinkRequest, engine_pb2.LinkResponse]"
 
 
+BlocksContext: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.SendBlocksRequest, engine_pb2.SendBlocksResponse]"
+
+
 class LinkServer:
     """Serves one replica to any number of routers. Made by `start`, on a running event loop."""
 
-    def __init__(self, server: grpc.aio.Server, address: str) -> None:
+    def __init__(self, server: grpc.aio.Server, address: str, exchange: BlockExchange) -> None:
         self._server = server
         self.address = address
+        self._exchange = exchange
 
     @classmethod
     async def start(
@@ -81,13 +87,16 @@ class LinkServer:
         `ConfigurationError` for certificates that cannot be used.
         """
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        server.add_generic_rpc_handlers((_handler(EngineServicer(replica, replica_id, security, tracer, on_kill)),))
+        exchange = BlockExchange(replica, security, host)
+        servicer = EngineServicer(replica, replica_id, security, tracer, on_kill, exchange)
+        server.add_generic_rpc_handlers((_handler(servicer),))
         bound = security.add_port(server, f"{host}:{port}")
         await server.start()
-        return cls(server, f"{host}:{bound}")
+        return cls(server, f"{host}:{bound}", exchange)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Ends every stream after at most `grace_s`; their requests are aborted."""
+        await self._exchange.close()
         await self._server.stop(grace_s)
 
 
@@ -95,7 +104,10 @@ def _handler(servicer: "EngineServicer") -> "grpc.GenericRpcHandler[Any, Any]":
     """The generated one would read messages of any size."""
     serializer = engine_pb2.LinkResponse.SerializeToString
     link = grpc.stream_stream_rpc_method_handler(servicer.Link, link_request_parser(), serializer)
-    return grpc.method_handlers_generic_handler(SERVICE, {"Link": link})
+    blocks = grpc.unary_unary_rpc_method_handler(
+        servicer.SendBlocks, blocks_request_parser(), engine_pb2.SendBlocksResponse.SerializeToString
+    )
+    return grpc.method_handlers_generic_handler(SERVICE, {"Link": link, "SendBlocks": blocks})
 
 
 class EngineServicer:
@@ -108,7 +120,9 @@ class EngineServicer:
         security: LinkSecurity = UNSECURED,
         tracer: "Tracer | None" = None,
         on_kill: Callable[[], None] | None = None,
+        exchange: BlockExchange | None = None,
     ) -> None:
+        self._exchange = exchange
         self._tracer = tracer
         self._on_kill = on_kill
         self._health = replica.health
@@ -140,6 +154,20 @@ class EngineServicer:
             for task in tasks:
                 task.cancel()
             self._engine.detach(link)
+
+    async def SendBlocks(
+        self, request: engine_pb2.SendBlocksRequest, context: BlocksContext
+    ) -> engine_pb2.SendBlocksResponse:
+        if not self._security.admits(context.invocation_metadata() or ()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSED)
+        if self._exchange is None:
+            return engine_pb2.SendBlocksResponse(refusal="this replica sends no blocks")
+        try:
+            return await self._exchange.offer(request)
+        except InvalidRequestError as error:
+            return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except HoldfastError as error:
+            return await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
     def _hello(self) -> Hello:
         return Hello(

@@ -79,6 +79,8 @@ class Replica:
         self.info = info
         self.engine = engine
         self.health = health
+        self.movers = leader.movers()
+        """Movers of blocks between the caches of all ranks and elsewhere; None: their bytes cannot be had."""
         self._watchdog = Watchdog(
             engine.progress,
             lambda: engine.has_work,
@@ -160,11 +162,11 @@ class Replica:
             gpu=gpu,
             num_scheduler_steps=config.scheduler.num_scheduler_steps,
         )
-        if (movers := leader.movers()) is not None:
-            _put_below(engine, scheduler, movers, tuner, info)
         if (orders := leader.adapter_orders()) is not None:
             engine.serve_adapters(config.model.max_loras, orders)
         replica = cls(info, engine, leader, group, ranks, config.health)
+        if replica.movers is not None:
+            _put_below(engine, scheduler, replica.movers, tuner, info)
         try:
             replica._begin()
         except BaseException:  # an interrupt as well
@@ -300,7 +302,8 @@ def _put_below(engine: Engine, scheduler: Scheduler, movers: "RankMovers", tuner
         num_threads=torch.get_num_threads(),
     )
     tier = BlockTier(
-        *scheduler.caches, movers, shape, tuner.model.prefill_s, scheduler.num_waiting, scheduler.can_preempt
+        *(*scheduler.caches, movers, shape, tuner.model.prefill_s, scheduler.num_waiting, scheduler.can_preempt),
+        has_store=movers.own.has_store,
     )
     movers.own.start(engine.put_below(tier))
 

@@ -15,6 +15,7 @@ from holdfast.worker.errors import (
 )
 from holdfast.worker.log_level import LogLevel
 from holdfast.worker.request import (
+    BlockSource,
     EngineRequest,
     GroupKey,
     KeptPrefix,
@@ -52,8 +53,13 @@ def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkReque
             engine_pb2.CacheMark(num_tokens=kept.num_tokens, ttl_s=kept.ttl_s) for kept in request.cache_marks
         ],
         adapter=None if request.adapter is None else engine_pb2.Adapter(**request.adapter._asdict()),
+        block_source=_source_message(request.block_source),
     )
     return engine_pb2.LinkRequest(submit=submit)
+
+
+def _source_message(source: BlockSource | None) -> engine_pb2.BlockSource | None:
+    return None if source is None else engine_pb2.BlockSource(**source._asdict())
 
 
 def abort_message(attempt: int) -> engine_pb2.LinkRequest:
@@ -101,8 +107,10 @@ LINK_BOUNDS: Final[Bounds] = {
         "grammar": Bound(size=2**24),
     },
     "holdfast.v1.Adapter": dict.fromkeys(("name", "digest", "path"), _NAME),
+    "holdfast.v1.BlockSource": {"address": _NAME},
     "holdfast.v1.TokenSequence": {"ids": Bound(count=2**20)},
     "holdfast.v1.SetLogLevel": {"level": _NAME},
+    "holdfast.v1.SendBlocksRequest": {"kind": _NAME, "names": Bound(size=2**22)},
 }
 """Bounds of a router's messages: wide, for routers hold their clients to narrower ones."""
 
@@ -116,6 +124,17 @@ def link_request_parser() -> Callable[[bytes], engine_pb2.LinkRequest]:
     def parse(data: bytes) -> engine_pb2.LinkRequest:
         check(data)
         return engine_pb2.LinkRequest.FromString(data)
+
+    return parse
+
+
+def blocks_request_parser() -> Callable[[bytes], engine_pb2.SendBlocksRequest]:
+    """Reads what other replicas ask for. What it returns raises as that of `link_request_parser`."""
+    check = MessageBounds.of(engine_pb2.SendBlocksRequest.DESCRIPTOR, LINK_BOUNDS).check
+
+    def parse(data: bytes) -> engine_pb2.SendBlocksRequest:
+        check(data)
+        return engine_pb2.SendBlocksRequest.FromString(data)
 
     return parse
 
@@ -143,6 +162,7 @@ def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> Eng
         cache_prefix_tokens=submit.cache_prefix_tokens,
         cache_marks=tuple([KeptPrefix(mark.num_tokens, mark.ttl_s) for mark in submit.cache_marks]),
         adapter=_adapter(submit.adapter) if submit.HasField("adapter") else None,
+        block_source=_source(submit),
     )
     if request.sampling_params.seed is None:  # clients' -1, which routers replace
         raise InvalidRequestError("sampling_params.seed", params.seed, "must be at least 0 on a link")
@@ -154,6 +174,13 @@ def _adapter(message: engine_pb2.Adapter) -> Adapter:
     if not (message.name and message.digest and message.path):
         raise InvalidRequestError("adapter", message.name, "must have a name, a digest and a path")
     return Adapter(message.name, message.digest, message.path)
+
+
+def _source(submit: engine_pb2.Submit) -> BlockSource | None:
+    if not submit.HasField("block_source"):
+        return None
+    found = submit.block_source
+    return BlockSource(found.address, found.num_tokens)
 
 
 def _member(kind: type[Kind], field: str, number: int) -> Kind:

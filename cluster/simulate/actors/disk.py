@@ -1,18 +1,17 @@
-"""Simulated disk of a host: the block stores of its replicas, and the movers to them, in virtual time.
+"""Simulated disk of a host: the block stores of its replicas, in virtual time.
 
 What a block holds is what the pseudo-model has written to it, and with it goes whose it is: tenant, salt and release of
 the request that computed it. Who reads keys and values of another breaks a promise, whatever comes of it.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 from zlib import crc32
 
 from holdfast.cluster.simulate.kernel.timeline import Violation
-from holdfast.worker.engine.block_tier import BlockTier
-from holdfast.worker.engine.tier_mover import KV, Place
+from holdfast.worker.engine.tier_mover import KV
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import StateCopy, StepPlan
 
@@ -41,7 +40,7 @@ class SimulatedDisk:
         self.slowness = 1.0
         self.num_read = 0
         self.num_damaged = 0
-        self.movers: list[SimulatedMover] = []
+        self.movers: list[Any] = []
         """Movers of replicas that are up."""
 
     def names(self, kind: str) -> list[bytes]:
@@ -129,73 +128,11 @@ class MovingFigures:
     copy_s_per_byte: float = 1e-6
     write_s_per_byte: float = 1e-6
     read_s_per_byte: float = 1e-6
+    receive_s_per_byte: float = 1e-6
     num_blocks: int = 0
     num_bytes: int = 0
     num_failures: int = 0
     num_errors: int = 0
     staged_bytes: int = 0
-
-
-class SimulatedMover:
-    """Mover of one life of a replica."""
-
-    has_room = True
-
-    def __init__(
-        self,
-        disk: SimulatedDisk,
-        kind: str,
-        runner: MovableRunner,
-        owners: Owners,
-        after: Callable[..., None],
-        post: Callable[[Callable[[], None]], None],
-    ) -> None:
-        """`after` calls later, `post` between two steps; neither once the replica has died."""
-        self.counts = MovingFigures()
-        self.tier: BlockTier | None = None
-        self._disk = disk
-        self._kind = kind
-        self._runner = runner
-        self._owners = owners
-        self._after = after
-        self._post = post
-        self._names: dict[int, list[bytes]] = {}  # of each ticket, those that are not taken
-        disk.movers.append(self)
-
-    def store(self, places: Sequence[Place]) -> None:
-        rows = [
-            (name, Row(self._runner.read_block(name[:1], place), self._owners[place] if name[:1] == KV else NOBODY))
-            for name, place in places
-        ]
-        self._after(0.003 * self._disk.slowness, self._put, rows)
-
-    def _put(self, rows: list[tuple[bytes, Row]]) -> None:
-        for name, row in rows:
-            self._disk.put(self._kind, name, row)
-        for mover in self._disk.movers:
-            mover._hear(self._kind, [name for name, _ in rows])
-
-    def _hear(self, kind: str, names: list[bytes]) -> None:
-        if kind == self._kind:
-            self._after(0.001, self._post, lambda: self.tier.learn(names, ()) if self.tier else None)
-
-    def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
-        if not names:
-            self._names.pop(ticket, None)
-            return
-        self._names[ticket] = list(names)
-        for number in range(-(-len(names) // piece)):
-            delay_s = 0.002 * (number + 1) * self._disk.slowness
-            self._after(delay_s, self._post, lambda: self.tier.restores.note_piece(ticket) if self.tier else None)
-
-    def take(self, ticket: int, places: Sequence[Place], state_copies: Sequence[StateCopy]) -> Sequence[bool]:
-        self._runner.copy_states(state_copies)
-        found = []
-        for name, place in places:
-            row = self._disk.get(self._kind, name)
-            found.append(row is not None)
-            if row is not None:
-                self._runner.write_block(name[:1], place, row.content)
-                if name[:1] == KV:
-                    self._owners[place] = row.owner
-        return found
+    num_received_bytes: int = 0
+    num_sent_bytes: int = 0

@@ -10,9 +10,11 @@ from functools import partial
 from typing import Any, Final
 
 from holdfast.cluster.simulate.actors.costly_message import FREE, LoopCosts
-from holdfast.cluster.simulate.actors.disk import MovableRunner, Owners, SimulatedDisk, SimulatedMover
+from holdfast.cluster.simulate.actors.disk import MovableRunner, Owners, SimulatedDisk
 from holdfast.cluster.simulate.actors.messages import DialReplica, Retiring
+from holdfast.cluster.simulate.actors.mover import SimulatedMover
 from holdfast.cluster.simulate.actors.replica_link import ReplicaShape, SimulatedReplicaLink
+from holdfast.cluster.simulate.actors.transfers import SimulatedTransfers
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.oracle.pseudo_model import PoisonedError
@@ -46,10 +48,14 @@ class SimulatedReplica(Process):
         shape: ReplicaShape,
         costs: LoopCosts = FREE,
         disk: SimulatedDisk | None = None,
+        transfers: SimulatedTransfers | None = None,
     ) -> None:
-        """`costs` are those of the event loop of its links; `disk`: with a block store below its cache."""
+        """`costs` are those of the event loop of its links; `disk`: with a block store below its cache; `transfers`:
+        its blocks go to other replicas.
+        """
         super().__init__(site, network)
         self.disk = disk
+        self.transfers = transfers
         self.shape = shape
         self.costs = costs
         # Those that wait anew, after a preemption, come on top of those that have never run.
@@ -83,27 +89,37 @@ class SimulatedReplica(Process):
         self._num_links = 0
         self._inbox: list[Callable[[], None]] = []
         self._owners = Owners(self.release, self.core.scheduler, shape.block_size)
-        if self.disk is not None:
-            self._put_below(self.disk)
+        if self.disk is not None or self.transfers is not None:
+            self._put_below()
         self._in_flight: list[tuple[StepPlan, float]] = []  # plans and the times they take, the oldest first
         self._landed: tuple[StepPlan | None, StepResult | None] = (None, None)
 
-    def _put_below(self, disk: SimulatedDisk) -> None:
-        """Gives the cache a store; as `worker/replica/replica.py` does."""
-        shape, kind = self.shape, self.version_of(self.release)
+    def _put_below(self) -> None:
+        """Gives the cache a block tier; as `worker/replica/replica.py` does. What other replicas have is always asked
+        for.
+        """
+        shape, kind, disk = self.shape, self.version_of(self.release), self.disk
         assert isinstance(self._runner, MovableRunner), "its blocks can be read and written"
-        disk.movers = [mover for mover in disk.movers if mover is not self._mover]
-        self._mover = SimulatedMover(disk, kind, self._runner, self._owners, self.after, self._post)
+        if disk is not None:
+            disk.movers = [mover for mover in disk.movers if mover is not self._mover]
+        self._mover = SimulatedMover(
+            disk, self.transfers, kind, self._runner, self._owners, self.after, self._post, lambda: self.clock
+        )
+        factor = 1.0 if self.transfers is None else 50.0
         tier = BlockTier(
             *self.core.scheduler.caches,
             self._mover,
             TierShape(block_bytes=shape.block_size, state_bytes=4),
-            lambda _, num_tokens: shape.step_costs.base_s + num_tokens * shape.step_costs.token_s,
+            lambda _, num_tokens: factor * (shape.step_costs.base_s + num_tokens * shape.step_costs.token_s),
             self.core.scheduler.num_waiting,
             self.core.scheduler.can_preempt,
+            has_store=disk is not None,
         )
-        tier.learn(disk.names(kind), ())
         self._mover.tier = self.core.tier = tier
+        if disk is not None:
+            tier.learn(disk.names(kind), ())
+        if self.transfers is not None:
+            self.transfers.register(self.site, self._mover)
 
     def cost_s(self, message: Any) -> float:
         return self.costs.at_replica(message)
@@ -299,6 +315,8 @@ class SimulatedReplica(Process):
             block_size=self.shape.block_size,
             num_blocks=self.shape.num_blocks,
             row_invariant=True,
+            transfers_blocks=self.transfers is not None,
+            address=self.site,
         )
 
 

@@ -3,7 +3,7 @@ then done to the cluster.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -11,6 +11,7 @@ from holdfast.cluster.simulate.actors.client import SITE as CLIENTS
 from holdfast.cluster.simulate.actors.disk import SimulatedDisk
 from holdfast.cluster.simulate.actors.replica import SimulatedReplica
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
+from holdfast.cluster.simulate.actors.transfers import SimulatedTransfers
 from holdfast.cluster.simulate.kernel.network import Network, Path
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 
@@ -38,6 +39,7 @@ class Cluster(Protocol):
     routers: list[SimulatedRouter]
     replicas: list[SimulatedReplica]
     disk: SimulatedDisk | None
+    transfers: SimulatedTransfers | None
 
     def note_clock_jump(self, seconds: float) -> None: ...
 
@@ -47,7 +49,7 @@ class Cluster(Protocol):
 
 def draw_faults(rng: random.Random, span_s: float, num_routers: int, num_replicas: int) -> list[SimulatedFault]:
     """Draws up to a dozen faults, of few kinds or of many."""
-    drawn = tuple(kind for kind in KINDS if kind not in (UPDATE, *DISK_KINDS))
+    drawn = tuple(kind for kind in KINDS if kind not in (UPDATE, *DISK_KINDS, *TRANSFER_KINDS))
     kinds = rng.sample(drawn, rng.randint(1, len(drawn)))
     faults = [
         SimulatedFault(
@@ -79,11 +81,11 @@ def draw_updates(rng: random.Random, span_s: float, num_replicas: int) -> list[S
     ]
 
 
-def draw_disk_faults(rng: random.Random, span_s: float) -> list[SimulatedFault]:
-    """Draws a few faults of the disk that has the replicas' block stores."""
+def draw_store_faults(rng: random.Random, span_s: float, kinds: Sequence[str]) -> list[SimulatedFault]:
+    """Draws a few faults of the disk that has the replicas' block stores, or of transfers between replicas."""
     return [
         SimulatedFault(
-            kind=rng.choice(DISK_KINDS),
+            kind=rng.choice(kinds),
             time_s=rng.uniform(0, 1.2 * span_s),
             duration_s=rng.choice((0.5, 2.0)),
             router=0,
@@ -232,7 +234,32 @@ def _heal_disk(disk: SimulatedDisk) -> None:
     disk.slowness = 1.0
 
 
+def _cut_transfers(cluster: Cluster, fault: SimulatedFault) -> None:
+    if cluster.transfers is not None:
+        cluster.transfers.cut_all()
+
+
+def _damage_transfers(cluster: Cluster, fault: SimulatedFault) -> None:
+    transfers = cluster.transfers
+    if transfers is not None:
+        transfers.damage = fault.size
+        cluster.timeline.after(fault.duration_s, _heal_transfers, transfers)
+
+
+def _slow_transfers(cluster: Cluster, fault: SimulatedFault) -> None:
+    """Up to a thousand times as slow: requests that wait for blocks go on without."""
+    transfers = cluster.transfers
+    if transfers is not None:
+        transfers.slowness = 1000**fault.size
+        cluster.timeline.after(fault.duration_s, _heal_transfers, transfers)
+
+
+def _heal_transfers(transfers: SimulatedTransfers) -> None:
+    transfers.slowness, transfers.damage = 1.0, 0.0
+
+
 UPDATE: Final = "update replicas"
+TRANSFER_KINDS: Final = ("cut transfers", "damage transfers", "slow transfers")
 DISK_KINDS: Final = ("lose disk", "damage disk", "slow disk")
 
 KINDS: Final[dict[str, Callable[[Cluster, SimulatedFault], None]]] = {
@@ -253,4 +280,7 @@ KINDS: Final[dict[str, Callable[[Cluster, SimulatedFault], None]]] = {
     "lose disk": _lose_disk,
     "damage disk": _damage_disk,
     "slow disk": _slow_disk,
+    "cut transfers": _cut_transfers,
+    "damage transfers": _damage_transfers,
+    "slow transfers": _slow_transfers,
 }

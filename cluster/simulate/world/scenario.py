@@ -17,7 +17,14 @@ from holdfast.cluster.simulate.kernel.timeline import Violation, require
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE
 from holdfast.cluster.simulate.oracle.pseudo_runner import PROPOSERS, PseudoRunner
 from holdfast.cluster.simulate.world.attacks import Attack, draw_attack
-from holdfast.cluster.simulate.world.faults import SimulatedFault, draw_disk_faults, draw_faults, draw_updates
+from holdfast.cluster.simulate.world.faults import (
+    DISK_KINDS,
+    TRANSFER_KINDS,
+    SimulatedFault,
+    draw_faults,
+    draw_store_faults,
+    draw_updates,
+)
 from holdfast.cluster.simulate.world.traffic import draw_requests, draw_storm
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.worker.config import SchedulerConfig
@@ -44,6 +51,8 @@ class Scenario:
     faults: list[SimulatedFault]
     has_disk: bool
     """Replicas have a block store below their caches, all of them one."""
+    has_transfers: bool
+    """Blocks go from one replica to another."""
     attack: Attack | None
     """Requests of a class that costs routers much; None: only ordinary ones come."""
 
@@ -70,6 +79,8 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
     if not (async_scheduling or has_disk or replica.num_state_slots):  # windows neither
         # drawn so that the seeds that find planted bugs keep their worlds
         replica = _with_window(random.Random(f"window2182 {seed}"), replica)
+    has_transfers = not async_scheduling and replica.prefix_caching and num_replicas > 1 and replica.window is None
+    has_transfers = has_transfers and random.Random(f"transfers {seed}").random() < 0.6
     are_plain = random.Random(f"plain {seed}").random() < 0.25
     scenario = Scenario(
         seed=seed,
@@ -81,6 +92,9 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
             max_waiting_per_replica=rng.choice((1, 2, 8, 64)),
             replica_wait_s=rng.choice((5.0, 30.0)),
             max_ttft_s=random.Random(f"ttft {seed}").choice((*(None,) * 6, 1.0, 5.0)),
+            prefill_replicas=random.Random(f"prefill {seed}").choice((0, 0, 1, 2)) if has_transfers else 0,
+            decode_replicas=random.Random(f"decode {seed}").choice((0, 1)) if has_transfers else 0,
+            prefill_tokens=random.Random(f"long {seed}").choice((1, 8)),
         ),
         limits=limits,
         replica=replica,
@@ -100,11 +114,17 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
             [
                 *draw_faults(rng, span_s, num_routers, num_replicas),
                 *draw_updates(random.Random(f"update {seed}"), span_s, num_replicas),
-                *(draw_disk_faults(random.Random(f"disk faults {seed}"), span_s) if has_disk else ()),
+                *(draw_store_faults(random.Random(f"disk faults {seed}"), span_s, DISK_KINDS) if has_disk else ()),
+                *(
+                    draw_store_faults(random.Random(f"transfer faults {seed}"), span_s, TRANSFER_KINDS)
+                    if has_transfers
+                    else ()
+                ),
             ],
             key=lambda fault: fault.time_s,
         ),
         has_disk=has_disk,
+        has_transfers=has_transfers,
         attack=attack,
     )
     return _without_trouble(scenario) if is_quiet else scenario

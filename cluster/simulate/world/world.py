@@ -17,6 +17,7 @@ from holdfast.cluster.simulate.actors.journal_folder import JournalFolder
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.actors.router_apis import ApiSettings
+from holdfast.cluster.simulate.actors.transfers import SimulatedTransfers
 from holdfast.cluster.simulate.kernel.network import KEEPALIVE_S, Network
 from holdfast.cluster.simulate.kernel.timeline import Event, Timeline, Violation, require
 from holdfast.cluster.simulate.oracle.pseudo_model import pseudo_tokenizer
@@ -130,6 +131,9 @@ class World:
         self.timeline = Timeline(watch)
         self.network = Network(self.timeline, rng, scenario.latency_s)
         self.disk = SimulatedDisk(random.Random(f"disk {scenario.seed}")) if scenario.has_disk else None
+        self.transfers = None
+        if scenario.has_transfers:
+            self.transfers = SimulatedTransfers(random.Random(f"transfers {scenario.seed}"), self.timeline.after)
         self.replicas = [
             SimulatedReplica(
                 f"replica-{i}",
@@ -137,6 +141,7 @@ class World:
                 replace(scenario.replica, make_proposer=PROPOSERS[name] if name else None),
                 COSTS,
                 self.disk,
+                self.transfers,
             )
             for i, name in enumerate(scenario.proposers)
         ]

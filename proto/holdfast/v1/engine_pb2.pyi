@@ -31,7 +31,7 @@ class LinkRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevel, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion", "request_id", "traceparent", "cache_ttl_s", "cache_prefix_tokens", "cache_marks", "adapter")
+    __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion", "request_id", "traceparent", "cache_ttl_s", "cache_prefix_tokens", "cache_marks", "adapter", "block_source")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class Submit(_message.Message):
     CACHE_PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_MARKS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SOURCE_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -64,7 +65,8 @@ class Submit(_message.Message):
     cache_prefix_tokens: int
     cache_marks: _containers.RepeatedCompositeFieldContainer[CacheMark]
     adapter: Adapter
-    def __init__(self, attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[EngineSamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., group_id: _Optional[str] = ..., suspicion: _Optional[_Union[Suspicion, str]] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., cache_ttl_s: _Optional[int] = ..., cache_prefix_tokens: _Optional[int] = ..., cache_marks: _Optional[_Iterable[_Union[CacheMark, _Mapping]]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+    block_source: BlockSource
+    def __init__(self, attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[EngineSamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., group_id: _Optional[str] = ..., suspicion: _Optional[_Union[Suspicion, str]] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., cache_ttl_s: _Optional[int] = ..., cache_prefix_tokens: _Optional[int] = ..., cache_marks: _Optional[_Iterable[_Union[CacheMark, _Mapping]]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., block_source: _Optional[_Union[BlockSource, _Mapping]] = ...) -> None: ...
 
 class CacheMark(_message.Message):
     __slots__ = ("num_tokens", "ttl_s")
@@ -83,6 +85,48 @@ class Adapter(_message.Message):
     digest: str
     path: str
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class BlockSource(_message.Message):
+    __slots__ = ("address", "num_tokens")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    num_tokens: int
+    def __init__(self, address: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class SendBlocksRequest(_message.Message):
+    __slots__ = ("kind", "names", "lasts_ms")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    LASTS_MS_FIELD_NUMBER: _ClassVar[int]
+    kind: bytes
+    names: bytes
+    lasts_ms: int
+    def __init__(self, kind: _Optional[bytes] = ..., names: _Optional[bytes] = ..., lasts_ms: _Optional[int] = ...) -> None: ...
+
+class SendBlocksResponse(_message.Message):
+    __slots__ = ("refusal", "transfer", "key", "is_encrypted", "addresses", "num_blocks")
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    IS_ENCRYPTED_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    refusal: str
+    transfer: bytes
+    key: bytes
+    is_encrypted: bool
+    addresses: _containers.RepeatedCompositeFieldContainer[RankAddress]
+    num_blocks: int
+    def __init__(self, refusal: _Optional[str] = ..., transfer: _Optional[bytes] = ..., key: _Optional[bytes] = ..., is_encrypted: bool = ..., addresses: _Optional[_Iterable[_Union[RankAddress, _Mapping]]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class RankAddress(_message.Message):
+    __slots__ = ("host", "port")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    port: int
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ...) -> None: ...
 
 class EngineSamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "logprob_token_ids", "grammar")
@@ -180,7 +224,7 @@ class Heartbeat(_message.Message):
     def __init__(self, progress: _Optional[int] = ..., expected_gap_s: _Optional[float] = ..., starved_s: _Optional[float] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "answers_digest", "path", "model_type", "dtype", "device", "checkpoint_digest", "kv_bytes_per_token", "num_state_slots", "state_bytes", "window_tokens", "window_block_size", "executor", "weights_version", "chat_template", "release", "quantization", "weight_bytes", "heartbeat_ms", "frozen_after_ms", "eos_token_ids", "adapters")
+    __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "answers_digest", "path", "model_type", "dtype", "device", "checkpoint_digest", "kv_bytes_per_token", "num_state_slots", "state_bytes", "window_tokens", "window_block_size", "transfers_blocks", "executor", "weights_version", "chat_template", "release", "quantization", "weight_bytes", "heartbeat_ms", "frozen_after_ms", "eos_token_ids", "adapters")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +245,7 @@ class Hello(_message.Message):
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TRANSFERS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
@@ -231,6 +276,7 @@ class Hello(_message.Message):
     state_bytes: int
     window_tokens: int
     window_block_size: int
+    transfers_blocks: bool
     executor: str
     weights_version: str
     chat_template: str
@@ -241,7 +287,7 @@ class Hello(_message.Message):
     frozen_after_ms: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., answers_digest: _Optional[bytes] = ..., path: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., checkpoint_digest: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., num_state_slots: _Optional[int] = ..., state_bytes: _Optional[int] = ..., window_tokens: _Optional[int] = ..., window_block_size: _Optional[int] = ..., executor: _Optional[str] = ..., weights_version: _Optional[str] = ..., chat_template: _Optional[str] = ..., release: _Optional[str] = ..., quantization: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., frozen_after_ms: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., answers_digest: _Optional[bytes] = ..., path: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., checkpoint_digest: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., num_state_slots: _Optional[int] = ..., state_bytes: _Optional[int] = ..., window_tokens: _Optional[int] = ..., window_block_size: _Optional[int] = ..., transfers_blocks: bool = ..., executor: _Optional[str] = ..., weights_version: _Optional[str] = ..., chat_template: _Optional[str] = ..., release: _Optional[str] = ..., quantization: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., frozen_after_ms: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
 
 class StepUpdate(_message.Message):
     __slots__ = ("step_id", "deltas", "rejections", "load", "cache_events", "plain_attempts", "plain_token_indices", "plain_token_ids", "stats")
@@ -346,7 +392,7 @@ class Load(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_foreign_suspects: _Optional[int] = ...) -> None: ...
 
 class EngineStats(_message.Message):
-    __slots__ = ("num_steps", "num_requests", "num_finished", "num_aborted", "num_tokens_generated", "num_tokens_computed", "num_tokens_recomputed", "num_prefix_query_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_evictions", "num_used_blocks", "num_free_blocks", "num_cached_blocks", "num_wasted_slots", "step_time_s", "num_forked_tokens", "num_draft_tokens", "num_accepted_tokens", "num_expired", "num_total_blocks", "num_running", "num_waiting", "num_waiting_tokens", "prefill_tokens_per_s", "plan_time_s", "commit_time_s", "step_counts", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes", "num_used_slots", "num_cached_slots", "num_total_slots", "num_snapshot_hits", "num_snapshot_evictions", "num_disk_hit_tokens", "num_disk_losses", "num_digest_failures", "num_disk_errors", "num_disk_blocks", "disk_bytes", "disk_backlog_bytes", "num_pinned_blocks")
+    __slots__ = ("num_steps", "num_requests", "num_finished", "num_aborted", "num_tokens_generated", "num_tokens_computed", "num_tokens_recomputed", "num_prefix_query_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_evictions", "num_used_blocks", "num_free_blocks", "num_cached_blocks", "num_wasted_slots", "step_time_s", "num_forked_tokens", "num_draft_tokens", "num_accepted_tokens", "num_expired", "num_total_blocks", "num_running", "num_waiting", "num_waiting_tokens", "prefill_tokens_per_s", "plan_time_s", "commit_time_s", "step_counts", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes", "num_used_slots", "num_cached_slots", "num_total_slots", "num_snapshot_hits", "num_snapshot_evictions", "num_disk_hit_tokens", "num_disk_losses", "num_digest_failures", "num_disk_errors", "num_disk_blocks", "disk_bytes", "disk_backlog_bytes", "num_pinned_blocks", "num_received_tokens", "num_sent_blocks", "received_bytes", "sent_bytes")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -391,6 +437,10 @@ class EngineStats(_message.Message):
     DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
     DISK_BACKLOG_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECEIVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_requests: int
     num_finished: int
@@ -435,4 +485,8 @@ class EngineStats(_message.Message):
     disk_bytes: int
     disk_backlog_bytes: int
     num_pinned_blocks: int
-    def __init__(self, num_steps: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_aborted: _Optional[int] = ..., num_tokens_generated: _Optional[int] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_recomputed: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_wasted_slots: _Optional[int] = ..., step_time_s: _Optional[float] = ..., num_forked_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., plan_time_s: _Optional[float] = ..., commit_time_s: _Optional[float] = ..., step_counts: _Optional[_Iterable[int]] = ..., gpu_utilization: _Optional[float] = ..., gpu_memory_used_bytes: _Optional[int] = ..., gpu_memory_total_bytes: _Optional[int] = ..., num_used_slots: _Optional[int] = ..., num_cached_slots: _Optional[int] = ..., num_total_slots: _Optional[int] = ..., num_snapshot_hits: _Optional[int] = ..., num_snapshot_evictions: _Optional[int] = ..., num_disk_hit_tokens: _Optional[int] = ..., num_disk_losses: _Optional[int] = ..., num_digest_failures: _Optional[int] = ..., num_disk_errors: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_backlog_bytes: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ...) -> None: ...
+    num_received_tokens: int
+    num_sent_blocks: int
+    received_bytes: int
+    sent_bytes: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_aborted: _Optional[int] = ..., num_tokens_generated: _Optional[int] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_recomputed: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_wasted_slots: _Optional[int] = ..., step_time_s: _Optional[float] = ..., num_forked_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., plan_time_s: _Optional[float] = ..., commit_time_s: _Optional[float] = ..., step_counts: _Optional[_Iterable[int]] = ..., gpu_utilization: _Optional[float] = ..., gpu_memory_used_bytes: _Optional[int] = ..., gpu_memory_total_bytes: _Optional[int] = ..., num_used_slots: _Optional[int] = ..., num_cached_slots: _Optional[int] = ..., num_total_slots: _Optional[int] = ..., num_snapshot_hits: _Optional[int] = ..., num_snapshot_evictions: _Optional[int] = ..., num_disk_hit_tokens: _Optional[int] = ..., num_disk_losses: _Optional[int] = ..., num_digest_failures: _Optional[int] = ..., num_disk_errors: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_backlog_bytes: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_received_tokens: _Optional[int] = ..., num_sent_blocks: _Optional[int] = ..., received_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ...) -> None: ...

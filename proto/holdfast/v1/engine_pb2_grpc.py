@@ -39,6 +39,11 @@ class EngineStub(object):
                 request_serializer=holdfast_dot_v1_dot_engine__pb2.LinkRequest.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_engine__pb2.LinkResponse.FromString,
                 _registered_method=True)
+        self.SendBlocks = channel.unary_unary(
+                '/holdfast.v1.Engine/SendBlocks',
+                request_serializer=holdfast_dot_v1_dot_engine__pb2.SendBlocksRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_engine__pb2.SendBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer(object):
@@ -52,6 +57,14 @@ class EngineServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SendBlocks(self, request, context):
+        """SendBlocks asks for blocks of a prefix, from one replica to another. They go from rank to rank, over connections of
+        their own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +72,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Link,
                     request_deserializer=holdfast_dot_v1_dot_engine__pb2.LinkRequest.FromString,
                     response_serializer=holdfast_dot_v1_dot_engine__pb2.LinkResponse.SerializeToString,
+            ),
+            'SendBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendBlocks,
+                    request_deserializer=holdfast_dot_v1_dot_engine__pb2.SendBlocksRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_engine__pb2.SendBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +106,33 @@ class Engine(object):
             '/holdfast.v1.Engine/Link',
             holdfast_dot_v1_dot_engine__pb2.LinkRequest.SerializeToString,
             holdfast_dot_v1_dot_engine__pb2.LinkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.Engine/SendBlocks',
+            holdfast_dot_v1_dot_engine__pb2.SendBlocksRequest.SerializeToString,
+            holdfast_dot_v1_dot_engine__pb2.SendBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from holdfast.cluster.simulate.actors import disk as disk_module
+from holdfast.cluster.simulate.actors import transfers as transfers_module
 from holdfast.cluster.simulate.actors.client import SimulatedClient
-from holdfast.cluster.simulate.actors.disk import SimulatedDisk, SimulatedMover
+from holdfast.cluster.simulate.actors.disk import SimulatedDisk
+from holdfast.cluster.simulate.actors.mover import SimulatedMover
 from holdfast.cluster.simulate.oracle.pseudo_model import PseudoMatcher
 from holdfast.router.dispatch import request_stream as request_stream_module
 from holdfast.router.dispatch.dispatch import Dispatch
@@ -26,6 +28,7 @@ from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.window_blocks import WindowBlocks, WindowTable
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.engine_core import EngineCore, OutputQueue
+from holdfast.worker.engine.sendings import Sendings
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.grammar_matchers import GrammarMatchers, Matcher
 from holdfast.worker.model_info import Window
@@ -340,12 +343,26 @@ def trust_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_module, "is_whole", lambda row, digest: True)
 
 
+def trust_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No digest is checked of blocks from other replicas."""
+    monkeypatch.setattr(transfers_module, "is_whole", lambda row, digest: True)
+
+
+def take_blocks_of_any_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica sends the blocks that it has in place of those that were asked for."""
+
+    def place_of(self: Sendings, name: bytes) -> int | None:
+        return next(iter(self._cache._block_ids.values()), None)
+
+    monkeypatch.setattr(Sendings, "_place_of", place_of)
+
+
 def store_without_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas of all releases find each other's blocks on the disk."""
     init, names = SimulatedMover.__init__, SimulatedDisk.names
 
-    def of_any_kind(self: SimulatedMover, disk: SimulatedDisk, kind: str, *args: Any) -> None:
-        init(self, disk, "any", *args)
+    def of_any_kind(self: SimulatedMover, disk: Any, transfers: Any, kind: str, *args: Any) -> None:
+        init(self, disk, transfers, "any", *args)
 
     monkeypatch.setattr(SimulatedMover, "__init__", of_any_kind)
     monkeypatch.setattr(SimulatedDisk, "names", lambda self, kind: names(self, "any"))

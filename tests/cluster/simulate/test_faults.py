@@ -40,6 +40,8 @@ FOUND_BY = {
     "hash_without_the_tenant": 0,
     "trust_the_disk": 5,
     "give_back_what_a_window_sees": 25,
+    "trust_transfers": 79,
+    "take_blocks_of_any_prefix": 17,
     "store_without_the_version": 40,
     "leave_siblings_open": 4,
     "leave_the_timer": 14,

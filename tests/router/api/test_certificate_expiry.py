@@ -201,7 +201,7 @@ async def test_a_link_outlives_its_certificate_and_a_new_one_is_made_once_it_is_
     security = LinkSecurity(token=TOKEN, tls=authority.tls(pair))
 
     async def served(port: int = 0) -> LinkServer:
-        replica = SimpleNamespace(engine=Listening(), info=INFO, health=HealthConfig())
+        replica = SimpleNamespace(engine=Listening(), info=INFO, health=HealthConfig(), movers=None)
         return await LinkServer.start(replica, replica_id="r0", security=security, port=port)
 
     server = await served()

@@ -46,7 +46,7 @@ class Listening:
 
 async def served(security: LinkSecurity) -> tuple[LinkServer, Listening]:
     engine = Listening()
-    replica = SimpleNamespace(engine=engine, info=INFO, health=HealthConfig())
+    replica = SimpleNamespace(engine=engine, info=INFO, health=HealthConfig(), movers=None)
     return await LinkServer.start(replica, replica_id="r0", security=security), engine
 
 
@@ -201,8 +201,9 @@ def test_the_search_finds_what_it_looks_for(line, tmp_path):
 def test_both_ends_of_a_link_speak_protobuf():
     """The methods that gRPC has for the link parse with the classes of `engine.proto`, and with nothing else."""
     service = engine_pb2.DESCRIPTOR.services_by_name["Engine"]
-    assert {method.name for method in service.methods} == {"Link"}
-    (link,) = service.methods
+    assert {method.name for method in service.methods} == {"Link", "SendBlocks"}
+    link, blocks = service.methods_by_name["Link"], service.methods_by_name["SendBlocks"]
     assert (link.input_type.name, link.output_type.name) == ("LinkRequest", "LinkResponse")
+    assert (blocks.input_type.name, blocks.output_type.name) == ("SendBlocksRequest", "SendBlocksResponse")
     source = (ROOT / "worker/wire/link_responses.py").read_text()
     assert "engine_pb2" in source

@@ -48,7 +48,7 @@ class RealReplica:
         )
         replica.engine = Engine(scheduler, runner_class(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE), idle_s=0.05)
         replica.engine.start()
-        served = SimpleNamespace(engine=replica.engine, info=INFO, health=HealthConfig())
+        served = SimpleNamespace(engine=replica.engine, info=INFO, health=HealthConfig(), movers=None)
         replica.server = await LinkServer.start(served, replica_id=replica_id)
         replica.endpoint = ReplicaEndpoint(
             replica_id=replica_id, address=replica.server.address, model="pseudo", model_path="/nowhere"

@@ -10,7 +10,7 @@ from holdfast.worker.engine import restores
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.tier_mover import KV, Place, TierShape
-from holdfast.worker.request import EngineRequest, FinishReason, Priority
+from holdfast.worker.request import BlockSource, EngineRequest, FinishReason, Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import StateCopy
@@ -24,8 +24,8 @@ PROMPT = tuple(range(1, 34))
 
 
 class Counts:
-    copy_s_per_byte = write_s_per_byte = read_s_per_byte = 1e-6
-    num_blocks = num_bytes = num_failures = num_errors = staged_bytes = 0
+    copy_s_per_byte = write_s_per_byte = read_s_per_byte = receive_s_per_byte = 1e-6
+    num_blocks = num_bytes = num_failures = num_errors = staged_bytes = num_received_bytes = num_sent_bytes = 0
 
 
 class PlayedMover:
@@ -37,6 +37,11 @@ class PlayedMover:
         self.stored: list[bytes] = []
         self.fetched: dict[int, Sequence[bytes]] = {}
         self.missing: set[bytes] = set()
+        self.can_ask = True
+        self.asked: dict[int, Sequence[bytes]] = {}
+        self.sent: dict[int, list[bytes]] = {}
+        self.ended: set[int] = set()
+        self.sending_room: bool | None = True
         self.num_taken = 0
 
     def store(self, places: Sequence[Place]) -> None:
@@ -44,6 +49,17 @@ class PlayedMover:
 
     def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
         self.fetched[ticket] = names
+
+    def ask(self, ticket: int, source: BlockSource, names: Sequence[bytes], piece: int, lasts_s: float) -> None:
+        self.asked[ticket] = names
+
+    def send(self, number: int, places: Sequence[Place]) -> None:
+        self.sent.setdefault(number, []).extend(name for name, _ in places)
+        if not places:
+            self.ended.add(number)
+
+    def sends_room(self, number: int) -> bool | None:
+        return self.sending_room
 
     def take(self, ticket: int, places: Sequence[Place], state_copies: Sequence[StateCopy]) -> Sequence[bool]:
         self.num_taken += len(places)
@@ -143,7 +159,7 @@ def test_a_request_waits_for_its_blocks_and_finds_them(played):
     played.submit("a")
     played.run()
     assert not finished(played)
-    assert played.mover.fetched == {1: tuple(played.names())}
+    assert played.mover.fetched == {1: played.names()}
     bring(played)
     played.run()
     assert finished(played) == {"a"}
@@ -254,7 +270,7 @@ def test_a_restore_that_does_not_fit_beside_another_waits_for_room():
     bring(small)
     small.run()
     assert finished(small) == {"a"}
-    assert small.mover.fetched[2] == tuple(small.names(OTHER))
+    assert small.mover.fetched[2] == small.names(OTHER)
     bring(small, 2)
     small.run()
     assert finished(small) == {"a", "b"}

@@ -1,15 +1,21 @@
 """The engine's promises: every request is answered, whichever way the loop ends."""
 
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from holdfast.worker.engine.block_tier import BlockTier
+from holdfast.worker.engine.tier_mover import TierShape
 from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError, ReplicaError
-from holdfast.worker.request import NUM_STEPS_TO_CLEAR, FinishReason, PoisonRisk
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, BlockSource, FinishReason, PoisonRisk
 from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import StepUpdate
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from tests.worker.engine.engines import BLOCK_SIZE, NUM_BLOCKS, TIMEOUT_S, Gate, Recorder, make_engine, make_request
+from tests.worker.engine.test_block_tier import PlayedMover
 
 
 class Broken(PseudoRunner):
@@ -238,3 +244,32 @@ def test_an_engine_that_ends_before_its_start_answers_everyone_and_does_not_star
         with pytest.raises(ReplicaError):
             late()
     engine.stop()
+
+
+def test_a_request_that_waits_for_blocks_is_work_and_the_engine_shows_that_it_lives():
+    """Else its router takes the replica for frozen."""
+    engine, _, recorder = make_engine(is_started=False)
+    mover, scheduler = PlayedMover(), engine._core.scheduler
+    shape = TierShape(block_bytes=1)
+    of_scheduler = lambda *_: 1e9, scheduler.num_waiting, scheduler.can_preempt
+    engine.put_below(BlockTier(*scheduler.caches, mover, shape, *of_scheduler, has_store=False))
+    engine.start()
+    try:
+        held = replace(make_request("held", range(20)), block_source=BlockSource("there:1", 100))
+        engine.submit(held, recorder)
+        wait_until(lambda: mover.asked)
+        assert engine.has_work
+        before = engine.progress.count
+        wait_until(lambda: engine.progress.count > before + 2)
+        engine.abort("held")
+        recorder.wait_for(lambda: recorder.finished)
+        wait_until(lambda: not engine.has_work)
+    finally:
+        engine.stop()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    ends_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)

@@ -124,7 +124,9 @@ def over_a_link(engine: Engine, scenario, **options) -> None:
 
     async def run() -> None:
         server = await LinkServer.start(
-            SimpleNamespace(engine=engine, info=INFO, health=HealthConfig(heartbeat_s=0.01)), replica_id="r0", **options
+            SimpleNamespace(engine=engine, info=INFO, health=HealthConfig(heartbeat_s=0.01), movers=None),
+            replica_id="r0",
+            **options,
         )
         router = Router(server.address)
         try:

@@ -1,0 +1,164 @@
+"""Blocks that go from one replica to another change no bit: at 1 and 2 ranks, with states, damaged, cut off."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast.worker.cache.sealing import CheckSealer
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.engine import block_sockets
+from holdfast.worker.replica.link_server import LinkServer
+from holdfast.worker.replica.replica import Replica
+from holdfast.worker.request import BlockSource, EngineRequest
+from holdfast.worker.scheduler.step_time import StepTimeModel
+from holdfast.worker.wire.link_security import UNSECURED, LinkSecurity
+from tests import loops
+from tests.parity.families import save_tiny_model
+from tests.parity.hybrids import request, save_hybrid
+from tests.parity.test_offload import NUM_NEW, Served, config
+
+LIMIT_S = 60.0
+EVERYWHERE = 10**6
+
+
+@pytest.fixture(autouse=True)
+def _always_worth_it(monkeypatch):
+    """Computing a prompt takes a minute, so that whatever another replica has is asked for."""
+    monkeypatch.setattr(StepTimeModel, "prefill_s", lambda *_: LIMIT_S)
+
+
+@contextmanager
+def two_replicas(worker: WorkerConfig, other: WorkerConfig | None = None) -> Iterator[tuple[Served, Served]]:
+    with ExitStack() as stack:
+        both = []
+        for one in (worker, other or worker):
+            replica = Replica.start(one)
+            stack.callback(replica.stop)
+            both.append(Served(replica))
+        yield both[0], both[1]
+
+
+def on_links(
+    first: Served, second: Served, ask: Callable[[str], None], security: LinkSecurity = UNSECURED, token: str = ""
+) -> None:
+    """Calls `ask` on a thread, with the address of the first one's link, while both are linked. `token` is that of the
+    second one, if it is another.
+    """
+
+    async def linked() -> None:
+        servers = [
+            await LinkServer.start(first.replica, replica_id="first", security=security),
+            await LinkServer.start(
+                second.replica, replica_id="second", security=replace(security, token=token or security.token)
+            ),
+        ]
+        try:
+            await asyncio.to_thread(ask, servers[0].address)
+        finally:
+            for server in servers:
+                await server.stop()
+
+    loops.run(linked(), timeout_s=3 * LIMIT_S)
+
+
+def from_there(one: EngineRequest, address: str) -> EngineRequest:
+    return replace(one, block_source=BlockSource(address, EVERYWHERE))
+
+
+def told_the_same(first: Served, second: Served, requests: list[EngineRequest], **options) -> None:
+    """The second one is told for each request what the first one is told."""
+    expected = first.ask(*requests)
+
+    def ask(address: str) -> None:
+        for one in requests:
+            assert second.ask(from_there(one, address)) == {one.request_id: expected[one.request_id]}
+
+    on_links(first, second, ask, **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def requests(prompts) -> list[EngineRequest]:
+    long = (prompts[0] * 4)[:200]
+    return [request("long", long, NUM_NEW), request("branch", [*prompts[2], *long[:150]], NUM_NEW)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_prefix_that_another_replica_has_is_not_computed_again(num_ranks, folder, requests):
+    with two_replicas(config(folder, None, num_ranks)) as (first, second):
+        told_the_same(first, second, requests)
+        stats = second.stats()
+        assert stats.num_received_tokens >= 190
+        assert stats.received_bytes > 0
+        assert first.stats().num_sent_blocks >= 12
+
+
+def test_states_come_with_their_prefix(tmp_path, prompts):
+    folder = save_hybrid(tmp_path / "hybrid", "conv, attention, conv", max_position_embeddings=512)
+    long = (prompts[0] * 4)[:200]
+    with two_replicas(config(folder, None)) as (first, second):
+        told_the_same(first, second, [request("long", long, NUM_NEW)])
+        told_the_same(first, second, [request("further", [*long, *prompts[1]], NUM_NEW)])
+        assert second.stats().num_received_tokens >= 150
+
+
+def damage(monkeypatch) -> None:
+    seal = CheckSealer.seal
+
+    def damaged(self: CheckSealer, name: bytes, data: memoryview):
+        rows, digest = seal(self, name, data)
+        return memoryview(bytes(len(rows))), digest
+
+    monkeypatch.setattr(CheckSealer, "seal", damaged)
+
+
+def cut(monkeypatch) -> None:
+    def no_frame(*_: object) -> None:
+        raise ConnectionResetError("cut")
+
+    monkeypatch.setattr(block_sockets, "_send_frame", no_frame)
+
+
+def deafen(monkeypatch) -> None:
+    monkeypatch.setattr(block_sockets.BlockServer, "_taken", lambda self, transfer: None)
+
+
+@pytest.mark.parametrize(("fault", "num_damaged"), [(damage, 1), (cut, 0), (deafen, 0)])
+def test_what_does_not_come_whole_is_computed(fault, num_damaged, folder, requests, monkeypatch):
+    fault(monkeypatch)
+    with two_replicas(config(folder, None)) as (first, second):
+        told_the_same(first, second, requests[:1])
+        stats = second.stats()
+        assert (stats.num_received_tokens, stats.num_digest_failures) == (0, num_damaged)
+        assert stats.num_prefix_hit_tokens == 0
+
+
+def test_a_planted_digest_that_nobody_checks_changes_the_answer(folder, requests, monkeypatch):
+    damage(monkeypatch)
+    monkeypatch.setattr(CheckSealer, "unseal", lambda self, name, record: record[:-16])
+    with two_replicas(config(folder, None)) as (first, second), pytest.raises(AssertionError):
+        told_the_same(first, second, requests[:1])
+
+
+def test_blocks_of_another_kind_and_of_another_cluster_are_refused(folder, requests, tmp_path):
+    worker = config(folder, None)
+    other = worker.model_copy(update={"cache": worker.cache.model_copy(update={"kv_cache_dtype": "int8"})})
+    said: dict[str, list[int]] = {}
+    with two_replicas(worker, other) as (first, second):
+        expected = second.ask(requests[0])
+        second.replica.engine.between_steps(second.replica.engine.forget_cache).result()
+        first.ask(requests[0])
+        on_links(first, second, lambda address: said.update(second.ask(from_there(requests[0], address))))
+        assert said == expected
+        assert second.stats().num_received_tokens == 0
+    with two_replicas(worker) as (first, second):
+        told_the_same(first, second, requests[:1], security=LinkSecurity(token="one"), token="other")
+        assert second.stats().num_received_tokens == 0

@@ -1,0 +1,77 @@
+"""Block sources: which other replica a submission names, from which blocks of its prefix can be had."""
+
+from dataclasses import replace
+
+from holdfast.router.config import RouterConfig
+from holdfast.worker.request import BlockSource
+from tests.router.core import Core, delta, facts, load, sent
+from tests.router.dispatch.test_prefix_routing import cached_on
+
+
+def up(core: Core, replica_id: str, **changes: object) -> None:
+    known = facts(replica_id, transfers_blocks=True, address=f"{replica_id}:1", **changes)
+    core.dispatch.replica_up(known, load(), core.now)
+
+
+def both(policy: str = "prefix_aware") -> Core:
+    core = Core(RouterConfig(routing_policy=policy))
+    up(core, "a")
+    up(core, "b")
+    return core
+
+
+def retire(core: Core, replica_id: str) -> list:
+    return core.dispatch.replica_retiring(replica_id, True, core.now)
+
+
+def test_a_prompt_that_another_replica_has_cached_names_it():
+    core = both()
+    cached_on(core, "a")
+    retire(core, "a")
+    submission = sent(core.submit("one", num_prompt_tokens=641))
+    assert submission.replica_id == "b"
+    assert submission.request.block_source == BlockSource("a:1", 640)
+
+
+def test_a_replica_that_has_as_much_itself_is_told_of_none():
+    core = both()
+    cached_on(core, "a")
+    cached_on(core, "b")
+    assert sent(core.submit("one", num_prompt_tokens=641)).request.block_source is None
+
+
+def test_a_request_that_moves_names_the_replica_that_it_leaves():
+    core = both()
+    attempt = sent(core.submit("one", num_prompt_tokens=50))
+    other = {"a": "b", "b": "a"}[attempt.replica_id]
+    core.step(delta(attempt.attempt, 0, 1, 2, 3), replica_id=attempt.replica_id)
+    moved = sent(retire(core, attempt.replica_id))
+    assert moved.replica_id == other
+    assert moved.request.block_source == BlockSource(f"{attempt.replica_id}:1", 53)
+
+
+def test_a_replica_that_was_lost_is_not_named():
+    core = both()
+    attempt = sent(core.submit("one", num_prompt_tokens=50))
+    core.step(delta(attempt.attempt, 0, 1), replica_id=attempt.replica_id)
+    assert sent(core.down(attempt.replica_id)).request.block_source is None
+
+
+def test_replicas_of_another_version_and_those_that_send_none_are_not_named():
+    for changes in ({"release": "other"}, {"transfers_blocks": False}, {"address": ""}):
+        core = Core()
+        core.dispatch.replica_up(replace(facts("a", transfers_blocks=True, address="a:1"), **changes), load(), core.now)
+        cached_on(core, "a")
+        retire(core, "a")
+        up(core, "b")
+        assert sent(core.submit("one", num_prompt_tokens=641)).request.block_source is None, changes
+
+
+def test_other_policies_know_of_no_prefix_but_of_the_replica_that_is_left():
+    core = both("round_robin")
+    cached_on(core, "a")
+    cached_on(core, "b")
+    attempt = sent(core.submit("one", num_prompt_tokens=641))
+    assert attempt.request.block_source is None
+    core.step(delta(attempt.attempt, 0, 1), replica_id=attempt.replica_id)
+    assert sent(retire(core, attempt.replica_id)).request.block_source == BlockSource(f"{attempt.replica_id}:1", 642)

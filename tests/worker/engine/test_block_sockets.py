@@ -1,0 +1,204 @@
+"""Block sockets: what comes is what was sent, to the end or not at all, and only for who has the key."""
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from holdfast.worker.cache.sealing import CheckSealer, WrongDigestError
+from holdfast.worker.engine import block_sockets
+from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
+
+LIMIT_S = 20.0
+NAMES = [b"k" + bytes([number]) * 16 for number in range(6)]
+ROWS = [np.frombuffer(os.urandom(5000 + number), np.uint8) for number in range(6)]
+BLOCKS = list(zip(NAMES, ROWS, strict=True))
+
+
+class Received:
+    """A receiver's outcome."""
+
+    def __init__(self, port: int, key: TransferKey, names: Sequence[bytes] = NAMES, most: int | None = None) -> None:
+        self.blocks: list[tuple[bytes, bytes]] = []
+        self.error: Exception | None = None
+        self._most = most
+        self._over = threading.Event()
+        self.receiver = BlockReceiver(("127.0.0.1", port), key, names, self._take, self._end)
+        self.receiver.start()
+
+    def _take(self, blocks) -> bool:
+        self.blocks += [(name, row.tobytes()) for name, row in blocks]
+        return self._most is None or len(self.blocks) < self._most
+
+    def _end(self, error: Exception | None) -> None:
+        self.error = error
+        self._over.set()
+
+    def wait(self) -> "Received":
+        assert self._over.wait(LIMIT_S)
+        return self
+
+
+@pytest.fixture
+def server() -> Iterator[BlockServer]:
+    server = BlockServer("127.0.0.1")
+    yield server
+    server.close()
+
+
+def expected(count: int = len(BLOCKS)) -> list[tuple[bytes, bytes]]:
+    return [(name, row.tobytes()) for name, row in BLOCKS[:count]]
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_blocks_come_in_order_and_whole(server, is_encrypted):
+    key = TransferKey.fresh(is_encrypted=is_encrypted)
+    server.offer(key)
+    received = Received(server.port, key)
+    server.send(key.transfer, BLOCKS[:4])
+    server.send(key.transfer, BLOCKS[4:])
+    assert received.wait().blocks == expected()
+    assert received.error is None
+    assert server.staged_bytes == 0
+
+
+def test_what_was_sent_before_the_connection_came_is_kept(server):
+    key = TransferKey.fresh(is_encrypted=False)
+    server.offer(key)
+    server.send(key.transfer, BLOCKS)
+    server.end(key.transfer)
+    assert Received(server.port, key).wait().blocks == expected()
+
+
+def test_an_end_before_all_is_no_error(server):
+    key = TransferKey.fresh(is_encrypted=False)
+    server.offer(key)
+    server.send(key.transfer, BLOCKS[:2])
+    server.end(key.transfer)
+    received = Received(server.port, key).wait()
+    assert (received.blocks, received.error) == (expected(2), None)
+
+
+def test_who_has_another_key_gets_nothing_and_who_has_the_key_still_does(server):
+    key = TransferKey.fresh(is_encrypted=False)
+    server.offer(key)
+    server.send(key.transfer, BLOCKS)
+    forged = Received(server.port, TransferKey(key.transfer, os.urandom(32))).wait()
+    assert (forged.blocks, type(forged.error)) == ([], EOFError)
+    assert Received(server.port, key).wait().blocks == expected()
+
+
+def test_a_transfer_has_one_connection(server):
+    key = TransferKey.fresh(is_encrypted=False)
+    server.offer(key)
+    first = Received(server.port, key)
+    server.send(key.transfer, BLOCKS[:1])
+    while not first.blocks:
+        pass
+    assert Received(server.port, key).wait().blocks == []
+    server.send(key.transfer, BLOCKS[1:])
+    assert first.wait().blocks == expected()
+
+
+def test_a_transfer_that_is_not_known_ends_after_the_handshakes_time(server, monkeypatch):
+    monkeypatch.setattr(block_sockets, "HANDSHAKE_S", 0.2)
+    received = Received(server.port, TransferKey.fresh(is_encrypted=False)).wait()
+    assert isinstance(received.error, EOFError)
+
+
+def test_blocks_for_which_nobody_comes_are_forgotten(server, monkeypatch):
+    monkeypatch.setattr(block_sockets, "HANDSHAKE_S", 0.05)
+    key = TransferKey.fresh(is_encrypted=False)
+    server.offer(key)
+    server.send(key.transfer, BLOCKS)
+    assert server.staged_bytes > 0
+    while server.staged_bytes:
+        socket.create_connection(("127.0.0.1", server.port)).close()
+    assert not server.is_open(key.transfer)
+
+
+def test_a_receiver_that_goes_leaves_nothing_behind(server):
+    key = TransferKey.fresh(is_encrypted=False)
+    server.offer(key)
+    server.send(key.transfer, BLOCKS[:3])
+    assert Received(server.port, key, most=2).wait().error is None
+    while server.is_open(key.transfer):
+        server.send(key.transfer, BLOCKS[3:4])
+    assert server.staged_bytes == 0
+
+
+def test_a_server_that_closes_ends_its_connections():
+    server = BlockServer("127.0.0.1")
+    key = TransferKey.fresh(is_encrypted=False)
+    server.offer(key)
+    received = Received(server.port, key)
+    server.send(key.transfer, BLOCKS[:1])
+    while not received.blocks:
+        pass
+    server.close()
+    assert isinstance(received.wait().error, EOFError | OSError)
+    assert server.staged_bytes == 0
+
+
+class Forger:
+    """A sender that sends these bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._data = data
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        connection, _ = self._listener.accept()
+        with connection:
+            connection.recv(1024)
+            connection.sendall(self._data)
+
+
+def frame(
+    blocks=BLOCKS, count: int | None = None, change: int | None = None, lengths: list[int] | None = None
+) -> bytes:
+    records = [b"".join(map(bytes, CheckSealer().seal(name, row.data))) for name, row in blocks]
+    payload = bytearray(b"".join(records))
+    if change is not None:
+        payload[change] ^= 1
+    sizes = lengths or [len(record) for record in records]
+    count = len(records) if count is None else count
+    return struct.pack("<IQ", count, len(payload)) + struct.pack(f"<{len(sizes)}I", *sizes) + bytes(payload)
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (frame(change=0), WrongDigestError),
+        (frame(change=-1), WrongDigestError),
+        (frame([BLOCKS[1], BLOCKS[0]]), WrongDigestError),  # right bytes under another name
+        (frame()[:-1], EOFError),
+        (frame()[:7], EOFError),
+        (frame(count=7), ValueError),
+        (struct.pack("<IQ", 1, 1 << 40), ValueError),
+        (frame(lengths=[1] * 6), ValueError),
+        (struct.pack("<IQ", 1, 3) + struct.pack("<I", 3) + b"abc", WrongDigestError),
+    ],
+)
+def test_what_is_not_right_is_not_taken(data, error):
+    received = Received(Forger(data).port, TransferKey.fresh(is_encrypted=False)).wait()
+    assert (received.blocks, type(received.error)) == ([], error)
+
+
+def test_nothing_is_taken_of_a_frame_with_one_wrong_block_but_what_came_before_is():
+    data = frame(BLOCKS[:2]) + frame(BLOCKS[2:], change=20)
+    received = Received(Forger(data).port, TransferKey.fresh(is_encrypted=False)).wait()
+    assert (received.blocks, type(received.error)) == (expected(2), WrongDigestError)
+
+
+def test_a_planted_digest_that_is_not_checked_lets_a_changed_block_through(monkeypatch):
+    monkeypatch.setattr(CheckSealer, "_digest", lambda self, name, data: bytes(16))
+    received = Received(Forger(frame(change=0)).port, TransferKey.fresh(is_encrypted=False), NAMES).wait()
+    assert received.blocks
+    assert received.blocks != expected()

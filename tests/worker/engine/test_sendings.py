@@ -1,0 +1,223 @@
+"""Blocks that go to other replicas, and prefixes that come from them: what is asked for, when, and how it ends."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from holdfast.worker.engine import sendings as sendings_module
+from holdfast.worker.request import BlockSource
+from tests.worker.engine.test_block_tier import BLOCK_BYTES, PROMPT, Played, finished
+
+THERE = BlockSource("there:1", 1000)
+
+
+@pytest.fixture
+def full() -> Played:
+    """Its cache has the prompt's blocks."""
+    full = Played()
+    full.submit("computed")
+    full.run()
+    return full
+
+
+def begin(played: Played, names: Sequence[bytes] | None = None, now: float = 0.0, **times: float) -> int:
+    times = {"lasts_s": 10.0, **times}
+    return played.tier.sendings.begin(played.names() if names is None else names, now, **times)
+
+
+# --- what goes ---
+
+
+def test_an_idle_replica_sends_all_that_is_asked_for_in_order(full):
+    number = begin(full)
+    full.idle()
+    assert full.mover.sent[number] == full.names()
+    assert full.mover.ended == {number}
+    assert not full.tier.moves
+
+
+def test_a_block_that_is_not_here_ends_the_sending_behind_those_before_it(full):
+    names = full.names()
+    number = begin(full, [*names[:3], b"k" + bytes(16), *names[4:]])
+    full.idle()
+    assert full.mover.sent[number] == names[:3]
+    assert full.mover.ended == {number}
+
+
+def test_nothing_is_sent_longer_than_was_said(full):
+    full.mover.sending_room = False
+    number = begin(full, lasts_s=2.0)
+    full.idle(1.9)
+    assert not full.mover.ended
+    full.idle(2.0)
+    assert full.mover.ended == {number}
+
+
+def test_what_is_found_are_the_first_blocks(full):
+    names = full.names()
+    assert full.tier.sendings.found([*names[:3], b"k" + bytes(16), *names[4:]]) == names[:3]
+    assert full.tier.sendings.found([b"k" + bytes(16), *names]) == []
+
+
+def test_a_replica_that_is_gone_is_sent_nothing(full):
+    full.mover.sending_room = None
+    number = begin(full)
+    full.idle()
+    assert (full.mover.sent[number], full.mover.ended) == ([], {number})
+
+
+def test_without_room_it_goes_on_later(full):
+    full.mover.sending_room = False
+    number = begin(full)
+    full.idle()
+    assert number not in full.mover.sent
+    full.mover.sending_room = True
+    full.idle()
+    assert full.mover.sent[number] == full.names()
+
+
+def test_running_requests_pay_a_share_of_their_steps(full, monkeypatch):
+    monkeypatch.setattr(sendings_module, "LEAST_BYTES", BLOCK_BYTES)
+    number = begin(full)
+    full.submit("running", (90, 91, 92))
+    full.run(step_s=0.01)  # three steps give 0.9 ms; a block costs 1 ms
+    assert len(full.mover.sent.get(number, ())) == 0
+    full.submit("longer", (93, 94, 95))
+    full.run(step_s=0.1)
+    assert 1 <= len(full.mover.sent[number]) < 8 + 1
+    full.idle()
+    assert full.mover.sent[number] == full.names()
+
+
+def test_evicted_blocks_are_not_held_for_a_sending():
+    small = Played(num_blocks=12)
+    small.submit("computed")
+    small.run()
+    small.mover.sending_room = False
+    number = begin(small)
+    small.submit("other", tuple(range(40, 73)))
+    small.run()
+    small.mover.sending_room = True
+    small.idle()
+    assert small.mover.ended == {number}
+    assert small.mover.sent[number] == small.names()[: len(small.mover.sent[number])] != small.names()
+    small.core.check_integrity()
+
+
+def test_other_weights_end_all(full):
+    full.mover.sending_room = False
+    number = begin(full)
+    full.core.forget_cache()
+    assert full.mover.ended == {number}
+
+
+# --- what comes ---
+
+
+def test_a_prefix_that_another_replica_has_is_asked_for():
+    played = Played()
+    played.submit("a", block_source=THERE)
+    assert played.mover.asked == {1: played.names()}
+    assert not played.core.scheduler.has_work
+    played.tier.restores.note_piece(1)
+    played.idle()
+    played.run()
+    assert finished(played) == {"a"}
+    assert (played.stats.num_received_tokens, played.stats.num_prefix_hit_tokens) == (32, 32)
+    assert played.stats.num_disk_hit_tokens == 0
+
+
+def test_the_store_goes_first_where_it_has_as_much():
+    played = Played()
+    played.tier.learn(played.names(), ())
+    played.submit("a", block_source=THERE)
+    assert (list(played.mover.fetched), played.mover.asked) == ([1], {})
+
+
+def test_what_is_here_is_not_asked_for():
+    played = Played()
+    played.submit("before")
+    played.run()
+    played.submit("a", block_source=THERE)
+    assert played.mover.asked == {}
+
+
+def test_where_no_other_replica_can_be_asked_it_is_computed():
+    played = Played()
+    played.mover.can_ask = False
+    played.submit("a", block_source=THERE)
+    played.run()
+    assert finished(played) == {"a"}
+
+
+def test_what_is_computed_sooner_is_not_asked_for():
+    played = Played(computing_s=0.001)
+    played.submit("a", block_source=THERE)
+    assert played.mover.asked == {}
+
+
+def test_a_replica_that_has_less_than_was_said_sends_that():
+    played = Played()
+    played.submit("a", block_source=THERE)
+    assert played.tier.restores.settle(1, 5) == played.names()[:5]
+    played.tier.restores.note_piece(1)
+    played.idle()
+    played.run()
+    assert (finished(played), played.stats.num_received_tokens) == ({"a"}, 20)
+
+
+def test_what_nobody_waits_for_any_more_is_not_received():
+    played = Played()
+    assert played.tier.restores.settle(1, 5) == ()
+    played.submit("a", block_source=THERE)
+    assert played.tier.restores.settle(1, 0) == ()
+    played.idle()
+    played.run()
+    assert finished(played) == {"a"}
+
+
+def test_a_source_that_has_less_is_asked_for_as_much():
+    played = Played()
+    played.submit("a", block_source=BlockSource("there:1", 10))
+    assert played.mover.asked == {1: played.names()[: 10 // (len(PROMPT) // 8)]}
+
+
+def test_a_transfer_that_is_cut_is_computed_at_once():
+    played = Played()
+    played.submit("a", block_source=THERE)
+    played.tier.restores.cut(1)
+    played.idle(0.001)
+    played.run()
+    assert finished(played) == {"a"}
+    assert not played.tier.moves
+
+
+def test_pieces_that_came_before_the_cut_are_used():
+    played = Played()
+    played.mover.missing = set(played.names()[5:])
+    played.submit("a", block_source=THERE)
+    played.tier.restores.note_piece(1)
+    played.tier.restores.cut(1)
+    played.idle()
+    played.run()
+    assert finished(played) == {"a"}
+    assert played.stats.num_received_tokens == 20
+
+
+def test_a_silent_replica_is_waited_for_no_longer_than_computing_takes():
+    played = Played(computing_s=1.0)
+    played.submit("a", block_source=THERE)
+    played.idle(0.9)
+    assert not played.core.scheduler.has_work
+    played.idle(1.0)
+    played.run()
+    assert finished(played) == {"a"}
+    assert played.mover.fetched[1] == (), "what comes later is not wanted"
+
+
+def test_an_aborted_request_leaves_nothing_open():
+    played = Played()
+    played.submit("a", block_source=THERE)
+    played.core.abort("a")
+    assert not played.tier.moves
+    assert played.mover.fetched[1] == ()

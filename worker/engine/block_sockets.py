@@ -1,0 +1,359 @@
+"""Block sockets: blocks of a cache on their way from a rank of one replica to the same rank of another, over TCP.
+
+    receiver ─► [magic | transfer | MAC]           sender ─► [count, bytes | lengths | records] ... [0, 0]
+
+A transfer has a number and a key, which both replicas know from their link and give to their ranks: a connection that
+cannot prove that it has the key gets nothing. Each record is sealed (`sealing.py`): its digest is checked before a
+byte of it is used. Blocks come in the order in which they were asked for, each once; the end may come before all are
+there.
+"""
+
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.worker.cache.sealing import CheckSealer, KeySealer, Sealer, WrongDigestError
+
+logger = logging.getLogger(__name__)
+
+TRANSFER_BYTES: Final = 16
+KEY_BYTES: Final = 32
+STAGED_BYTES: Final = 32 << 20
+"""Rows that were copied and not sent yet: at most so many bytes, or one call's."""
+HANDSHAKE_S: Final = 5.0
+"""A connection has this long to say what it is for, and a transfer to be known by then."""
+STALL_S: Final = 10.0
+"""A connection on which nothing moves for so long is closed."""
+MAX_CONNECTIONS: Final = 64
+LARGEST_FRAME: Final = 1 << 30
+
+_MAGIC: Final = b"HFB1"
+_HELLO: Final = struct.Struct(f"<4s{TRANSFER_BYTES}s32s")
+_HEAD: Final = struct.Struct("<IQ")
+_SOCKET_BYTES: Final = 4 << 20
+
+Block = tuple[bytes, NDArray[np.uint8]]
+"""A name and its row."""
+
+
+class TransferKey(NamedTuple):
+    """Transfer of blocks between two replicas: its number, and the key that all ranks of both have."""
+
+    transfer: bytes
+    key: bytes
+    is_encrypted: bool = False
+
+    @classmethod
+    def fresh(cls, *, is_encrypted: bool) -> "TransferKey":
+        return cls(secrets.token_bytes(TRANSFER_BYTES), secrets.token_bytes(KEY_BYTES), is_encrypted)
+
+    @property
+    def sealer(self) -> Sealer:
+        return KeySealer(self.key) if self.is_encrypted else CheckSealer()
+
+    def hello(self) -> bytes:
+        mac = hmac.digest(self.key, _MAGIC + self.transfer, "sha256")
+        return _HELLO.pack(_MAGIC, self.transfer, mac)
+
+
+class _Outgoing:
+    """Blocks of one transfer that a rank has copied, and that its connection has not sent yet."""
+
+    def __init__(self, key: TransferKey) -> None:
+        self.key = key
+        self.frames: deque[list[Block]] = deque()
+        self.is_ended = False
+        self.is_connected = False
+        self.offered_s = time.monotonic()
+
+
+class BlockServer:
+    """Sends blocks of one rank to whoever asks with the key of an open transfer. Its threads end with `close`."""
+
+    def __init__(self, host: str, on_room: Callable[[], None] | None = None) -> None:
+        """Listens at a free port of `host`. `on_room` is called when there is room for more blocks, on some thread.
+
+        Raises OSError.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
+        self.port: int = self._listener.getsockname()[1]
+        self._on_room = on_room
+        self._changed = threading.Condition()
+        self._open: dict[bytes, _Outgoing] = {}
+        self._connections: set[socket.socket] = set()
+        self._closed = False
+        self.staged_bytes = 0
+        self.num_sent_bytes = 0
+        threading.Thread(target=self._accept, name="holdfast-block-server", daemon=True).start()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more blocks may be sent now."""
+        return self.staged_bytes < STAGED_BYTES
+
+    def offer(self, key: TransferKey) -> None:
+        """Opens a transfer, for one connection."""
+        with self._changed:
+            self._open[key.transfer] = _Outgoing(key)
+            self._changed.notify_all()
+
+    def send(self, transfer: bytes, blocks: Sequence[Block]) -> None:
+        """Sends blocks next. A transfer that is over takes none."""
+        with self._changed:
+            outgoing = self._open.get(transfer)
+            if outgoing is not None and blocks:
+                outgoing.frames.append(list(blocks))
+                self.staged_bytes += _size(blocks)
+                self._changed.notify_all()
+
+    def end(self, transfer: bytes) -> None:
+        """Ends a transfer behind what was sent."""
+        with self._changed:
+            outgoing = self._open.get(transfer)
+            if outgoing is not None:
+                outgoing.is_ended = True
+                self._changed.notify_all()
+
+    def is_open(self, transfer: bytes) -> bool:
+        """Whether its connection may still take blocks."""
+        return transfer in self._open
+
+    def close(self) -> None:
+        """Ends all transfers."""
+        with self._changed:
+            self._closed = True
+            for transfer in list(self._open):
+                self._forget(transfer)
+            connections = list(self._connections)
+            self._changed.notify_all()
+        for connection in connections:
+            _shut(connection)
+        _shut(self._listener)
+        self._listener.close()
+
+    # --- its threads ---
+
+    def _accept(self) -> None:
+        self._listener.settimeout(HANDSHAKE_S)
+        while not self._closed:
+            self._forget_missed()
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return  # it was closed
+            with self._changed:
+                if self._closed or len(self._connections) >= MAX_CONNECTIONS:
+                    connection.close()
+                    continue
+                self._connections.add(connection)
+            threading.Thread(target=self._serve, args=(connection,), name="holdfast-blocks-out", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        transfer: bytes | None = None
+        try:
+            connection.settimeout(HANDSHAKE_S)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+            magic, asked, mac = _HELLO.unpack(_received(connection, _HELLO.size))
+            outgoing = self._taken(asked) if magic == _MAGIC else None
+            if outgoing is None:
+                return
+            if not hmac.compare_digest(_HELLO.pack(magic, asked, mac), outgoing.key.hello()):
+                outgoing.is_connected = False
+                return
+            transfer = asked
+            connection.settimeout(STALL_S)
+            self._send_all(connection, outgoing)
+        except (OSError, EOFError) as error:
+            logger.info("blocks were not sent to the end: %s", error)
+        finally:
+            with self._changed:
+                self._connections.discard(connection)
+                if transfer is not None:
+                    self._forget(transfer)
+            connection.close()
+            self._tell_of_room()
+
+    def _taken(self, transfer: bytes) -> _Outgoing | None:
+        """A transfer that no other connection has, once it is known."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or transfer in self._open, HANDSHAKE_S)
+            outgoing = self._open.get(transfer)
+            if outgoing is None or outgoing.is_connected:
+                return None
+            outgoing.is_connected = True
+            return outgoing
+
+    def _send_all(self, connection: socket.socket, outgoing: _Outgoing) -> None:
+        sealer = outgoing.key.sealer
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or outgoing.is_ended or bool(outgoing.frames))
+                if self._closed:
+                    return
+                blocks = outgoing.frames[0] if outgoing.frames else None
+            if blocks is None:
+                connection.sendall(_HEAD.pack(0, 0))
+                return
+            _send_frame(connection, sealer, blocks)
+            with self._changed:
+                if outgoing.frames:  # else it was closed meanwhile
+                    outgoing.frames.popleft()
+                    self.staged_bytes -= _size(blocks)
+                    self.num_sent_bytes += _size(blocks)
+            self._tell_of_room()
+
+    def _forget_missed(self) -> None:
+        """Nobody has connected for these transfers."""
+        oldest_s = time.monotonic() - 2 * HANDSHAKE_S
+        with self._changed:
+            for transfer, outgoing in list(self._open.items()):
+                if not outgoing.is_connected and outgoing.offered_s < oldest_s:
+                    self._forget(transfer)
+
+    def _tell_of_room(self) -> None:
+        if self._on_room is not None and not self._closed:
+            self._on_room()
+
+    def _forget(self, transfer: bytes) -> None:
+        outgoing = self._open.pop(transfer, None)
+        if outgoing is not None:
+            self.staged_bytes -= sum(map(_size, outgoing.frames))
+            outgoing.frames.clear()
+
+
+class BlockReceiver:
+    """Receives the blocks of one transfer on a thread of its own."""
+
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: TransferKey,
+        names: Sequence[bytes],
+        on_blocks: Callable[[Sequence[Block]], bool],
+        on_end: Callable[[Exception | None], None],
+    ) -> None:
+        """`names` are those of the blocks in order. `on_blocks` takes those that are right, in order; it returns
+        whether more are wanted, and may wait. `on_end` is called once: with what went wrong, or None.
+        """
+        self._address = address
+        self._key = key
+        self._names = names
+        self._on_blocks = on_blocks
+        self._on_end = on_end
+        self._connection: socket.socket | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="holdfast-blocks-in", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Nothing more is wanted."""
+        self._closed = True
+        if self._connection is not None:
+            _shut(self._connection)
+
+    def _run(self) -> None:
+        error: Exception | None = None
+        try:
+            with socket.create_connection(self._address, HANDSHAKE_S) as connection:
+                self._connection = connection
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
+                connection.settimeout(STALL_S)
+                connection.sendall(self._key.hello())
+                self._receive(connection)
+        except (OSError, EOFError, WrongDigestError, ValueError) as failure:
+            error = None if self._closed else failure
+        self._on_end(error)
+
+    def _receive(self, connection: socket.socket) -> None:
+        sealer, first = self._key.sealer, 0
+        while not self._closed and (blocks := _received_frame(connection, sealer, self._names[first:])) is not None:
+            first += len(blocks)
+            if not self._on_blocks(blocks) or first == len(self._names):
+                return
+
+
+def loopback_speed(num_bytes: int = 64 << 20) -> float:
+    """Bytes a second of a bare socket over loopback, for comparison."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        source = socket.create_connection(listener.getsockname())
+        sink, _ = listener.accept()
+    for end in (source, sink):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
+    data = np.zeros(num_bytes, np.uint8)
+    with source, sink:
+        began_s = time.monotonic()
+        thread = threading.Thread(target=source.sendall, args=(data.data,))
+        thread.start()
+        _receive_into(sink, np.empty(num_bytes, np.uint8).data)
+        thread.join()
+        return num_bytes / (time.monotonic() - began_s)
+
+
+def _send_frame(connection: socket.socket, sealer: Sealer, blocks: Sequence[Block]) -> None:
+    records = [sealer.seal(name, row.data) for name, row in blocks]
+    lengths = [sum(map(len, record)) for record in records]
+    head = _HEAD.pack(len(records), sum(lengths)) + struct.pack(f"<{len(lengths)}I", *lengths)
+    connection.sendall(head)
+    for record in records:
+        for part in record:
+            connection.sendall(part)
+
+
+def _received_frame(connection: socket.socket, sealer: Sealer, names: Sequence[bytes]) -> list[Block] | None:
+    """The next blocks; None at the end. Raises `WrongDigestError`, or ValueError for what no sender sends."""
+    count, num_bytes = _HEAD.unpack(_received(connection, _HEAD.size))
+    if not count:
+        return None
+    if count > len(names) or num_bytes > LARGEST_FRAME:
+        raise ValueError(f"a frame of {count} blocks and {num_bytes} bytes, where {len(names)} blocks were asked for")
+    lengths = struct.unpack(f"<{count}I", _received(connection, 4 * count))
+    if sum(lengths) != num_bytes:
+        raise ValueError("the lengths of a frame are not its own")
+    frame = np.empty(num_bytes, np.uint8).data
+    _receive_into(connection, frame)
+    blocks: list[Block] = []
+    at = 0
+    for name, length in zip(names, lengths, strict=False):
+        blocks.append((name, np.frombuffer(sealer.unseal(name, frame[at : at + length]), np.uint8)))
+        at += length
+    return blocks
+
+
+def _received(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray(num_bytes)
+    _receive_into(connection, memoryview(data))
+    return bytes(data)
+
+
+def _receive_into(connection: socket.socket, left: memoryview) -> None:
+    while left:
+        count = connection.recv_into(left)
+        if not count:
+            raise EOFError("the other replica has closed the connection")
+        left = left[count:]
+
+
+def _shut(end: socket.socket) -> None:
+    with suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _size(blocks: Sequence[Block]) -> int:
+    return sum(len(row) for _, row in blocks)

@@ -1,0 +1,181 @@
+"""Block exchange of a replica: agrees with other replicas on transfers of blocks, over gRPC; the blocks themselves go
+between ranks (`worker/engine/block_sockets.py`).
+
+    asking replica ── SendBlocks(names) ──► sending replica        its engine copies them between two steps
+                   ◄── addresses, key ─────                        each rank connects to its own address
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from hashlib import blake2b
+from ipaddress import ip_address
+from typing import Any, Final
+
+import grpc
+
+from holdfast.v1 import engine_pb2, engine_pb2_grpc
+from holdfast.worker.engine.block_sockets import KEY_BYTES, TRANSFER_BYTES, TransferKey
+from holdfast.worker.engine.tier_mover import KV, NAME_BYTES
+from holdfast.worker.errors import HoldfastError, InvalidRequestError
+from holdfast.worker.replica.replica import Replica
+from holdfast.worker.request import BlockSource
+from holdfast.worker.wire.link_security import LinkSecurity
+from holdfast.worker.wire.loopback import NO_PROXY
+
+logger = logging.getLogger(__name__)
+
+ASK_S: Final = 3.0
+"""Seconds to wait for the other replica's answer: a step of its may have to end first."""
+MAX_CHANNELS: Final = 32
+MAX_LASTS_MS: Final = 60_000
+MAX_BLOCKS: Final = 1 << 17
+
+
+class BlockExchange:
+    """Both ends of a replica's transfers. Lives on the event loop that made it."""
+
+    def __init__(self, replica: Replica, security: LinkSecurity, host: str) -> None:
+        """`host`: where the replica's link server listens."""
+        self._replica = replica
+        self._security = security
+        self._host = host
+        self._loop = asyncio.get_running_loop()
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        if replica.movers is not None:
+            replica.movers.asker = self._ask
+
+    async def close(self) -> None:
+        """Ends what is asked, and leaves the other replicas."""
+        if self._replica.movers is not None:
+            self._replica.movers.asker = None
+        for task in self._tasks:
+            task.cancel()
+        for channel in self._channels.values():
+            await channel.close(None)
+
+    # --- the sending end ---
+
+    async def offer(self, request: engine_pb2.SendBlocksRequest) -> engine_pb2.SendBlocksResponse:
+        """Begins to send what is asked for. A response without addresses says why nothing is sent."""
+        names = _names(request.names)
+        if self._replica.movers is None:
+            return engine_pb2.SendBlocksResponse(refusal="this replica sends no blocks")
+        if request.kind != self._kind:
+            return engine_pb2.SendBlocksResponse(refusal="its blocks are of another kind")
+        future = self._replica.engine.between_steps(partial(self._begin, names, request.lasts_ms / 1e3))
+        return await asyncio.wrap_future(future)
+
+    def _begin(self, names: Sequence[bytes], lasts_s: float) -> engine_pb2.SendBlocksResponse:
+        """On the engine's thread, between two steps."""
+        movers, sendings = self._replica.movers, self._replica.engine.sendings
+        assert movers is not None, "it was looked at"
+        if not sendings.has_room:
+            return engine_pb2.SendBlocksResponse(refusal="it sends to too many others")
+        if not (found := sendings.found(names)):
+            return engine_pb2.SendBlocksResponse(refusal="it has none of them any more")
+        addresses = movers.listen(self._host)
+        if not addresses:
+            return engine_pb2.SendBlocksResponse(refusal="it cannot listen")
+        key = TransferKey.fresh(is_encrypted=self._security.tls is not None)
+        number = sendings.begin(found, self._replica.engine.now(), lasts_s)
+        movers.offer(number, key)
+        return engine_pb2.SendBlocksResponse(
+            transfer=key.transfer,
+            key=key.key,
+            is_encrypted=key.is_encrypted,
+            addresses=[engine_pb2.RankAddress(host=host, port=port) for host, port in addresses],
+            num_blocks=sum(name.startswith(KV) for name in found),
+        )
+
+    # --- the asking end ---
+
+    def _ask(self, ticket: int, source: BlockSource, names: Sequence[bytes], piece: int, lasts_s: float) -> None:
+        """From the engine's thread: asks for blocks. Whatever comes of it, the ticket hears of it."""
+        self._loop.call_soon_threadsafe(self._begin_asking, ticket, source, names, piece, lasts_s)
+
+    def _begin_asking(
+        self, ticket: int, source: BlockSource, names: Sequence[bytes], piece: int, lasts_s: float
+    ) -> None:
+        task = self._loop.create_task(self._ask_for(ticket, source, names, piece, lasts_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask_for(
+        self, ticket: int, source: BlockSource, names: Sequence[bytes], piece: int, lasts_s: float
+    ) -> None:
+        engine = self._replica.engine
+        request = engine_pb2.SendBlocksRequest(
+            kind=self._kind,
+            names=b"".join(name for name in names if name.startswith(KV)),
+            lasts_ms=min(MAX_LASTS_MS, round(1e3 * lasts_s)),
+        )
+        try:
+            stub: Any = engine_pb2_grpc.EngineStub(self._channel(source.address))  # type: ignore[no-untyped-call]
+            metadata = self._security.metadata()
+            answer: engine_pb2.SendBlocksResponse = await stub.SendBlocks(request, timeout=ASK_S, metadata=metadata)
+            if answer.refusal:
+                raise _Refused(answer.refusal)
+            key, addresses = _checked(answer, source, self._replica.info.tensor_parallel_size)
+            engine.between_steps(partial(self._receive, ticket, addresses, key, answer.num_blocks, piece))
+        except (grpc.aio.AioRpcError, HoldfastError, _Refused) as error:
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            logger.info("the replica at %s sends no blocks, and they are computed here: %s", source.address, reason)
+            engine.cut_restore(ticket)
+
+    def _receive(
+        self, ticket: int, addresses: Sequence[tuple[str, int]], key: TransferKey, num_blocks: int, piece: int
+    ) -> None:
+        """On the engine's thread, between two steps."""
+        movers = self._replica.movers
+        if movers is not None and (names := self._replica.engine.settle_restore(ticket, num_blocks)):
+            movers.receive(ticket, addresses, key, names, piece)
+
+    @property
+    def _kind(self) -> bytes:
+        """All that the bytes of a block depend on besides its name, with what was measured of the arithmetic."""
+        info, movers = self._replica.info, self._replica.movers
+        form = "" if movers is None else movers.own.form
+        parts = (info.fingerprint, info.quantization, info.block_size, form)
+        return blake2b(repr(parts).encode(), digest_size=16).digest()
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.pop(address, None)
+        if channel is None:
+            channel = self._security.channel(address, [NO_PROXY])
+        self._channels[address] = channel
+        if len(self._channels) > MAX_CHANNELS:
+            _, oldest = self._channels.popitem(last=False)
+            self._loop.create_task(oldest.close(ASK_S))
+        return channel
+
+
+class _Refused(Exception):
+    pass
+
+
+def _names(packed: bytes) -> list[bytes]:
+    """Names of blocks, one after the other. Raises `InvalidRequestError`."""
+    count, rest = divmod(len(packed), NAME_BYTES)
+    if rest or not 0 < count <= MAX_BLOCKS:
+        limit = f"must be 1 to {MAX_BLOCKS} names of {NAME_BYTES} bytes each"
+        raise InvalidRequestError("names", f"{len(packed)} bytes", limit)
+    return [packed[first : first + NAME_BYTES] for first in range(0, len(packed), NAME_BYTES)]
+
+
+def _checked(
+    answer: engine_pb2.SendBlocksResponse, source: BlockSource, num_ranks: int
+) -> tuple[TransferKey, list[tuple[str, int]]]:
+    """Key and addresses of an answer. A sender that listens everywhere is where its link is."""
+    if len(answer.addresses) != num_ranks or (len(answer.transfer), len(answer.key)) != (TRANSFER_BYTES, KEY_BYTES):
+        raise _Refused("its answer cannot be read")
+    link_host = source.address.rpartition(":")[0].strip("[]")
+    addresses = [(one.host, one.port) for one in answer.addresses]
+    try:
+        addresses = [(link_host if ip_address(host).is_unspecified else host, port) for host, port in addresses]
+    except ValueError as error:
+        raise _Refused(f"its answer cannot be read: {error}") from error
+    return TransferKey(answer.transfer, answer.key, answer.is_encrypted), addresses
