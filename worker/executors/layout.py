@@ -196,7 +196,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInput:
-    """What a layer has of its own input (Gemma 4): `x += norm(projection(activation(gate(x)) * p))` at its end, where p
+    """Part of a layer that reads its own input (Gemma 4): `x += norm(projection(activation(gate(x)) * p))` at its end, where p
     [T, `TokenInputs.dim`] is the layer's part of `TokenInputs`. All ranks compute all of it.
     """
 

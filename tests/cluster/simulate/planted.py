@@ -61,11 +61,11 @@ def reuse_a_freed_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is still shared is handed out again when the first of its owners has gone."""
     free = BlockAllocator.free
 
-    def free_too_early(self: BlockAllocator, block_ids: tuple[int, ...]) -> None:
+    def free_too_early(self: BlockAllocator, block_ids: tuple[int, ...], **order: bool) -> None:
         for block_id in block_ids:
             if self._ref_counts[block_id] > 1:
                 self._ref_counts[block_id] = 1
-        free(self, block_ids)
+        free(self, block_ids, **order)
 
     monkeypatch.setattr(BlockAllocator, "free", free_too_early)
 
@@ -335,7 +335,7 @@ def refuse_who_waits_for_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
 def hash_without_the_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of all tenants are found for each other, in memory and on the disk."""
     root = block_hash.root_hash
-    monkeypatch.setattr(block_hash, "root_hash", lambda salt, tenant="": root(salt))
+    monkeypatch.setattr(block_hash, "root_hash", lambda salt, tenant="", adapter="": root(salt, adapter=adapter))
 
 
 def trust_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
