@@ -154,7 +154,7 @@ def _replica_row(replica: Any) -> list[str]:
         row[-1] += f", {stats.num_disk_blocks} on disk"
     if stats.received_bytes or stats.sent_bytes:
         sent, received = readable_bytes(stats.sent_bytes), readable_bytes(stats.received_bytes)
-        row[-1] += f", {received} from other replicas, {sent} to them"
+        row[-1] += f", {received} received, {sent} sent"
     hits, asked = stats.num_prefix_hit_tokens, stats.num_prefix_query_tokens
     speed = stats.num_tokens_generated / stats.step_time_s if stats.step_time_s else 0.0
     return [*row, f"{hits / asked:.0%}" if asked else "-", str(stats.num_preemptions), f"{speed:.0f}"]

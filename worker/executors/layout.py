@@ -196,8 +196,8 @@ class Beside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerInput:
-    """Part of a layer that reads its own input (Gemma 4): `x += norm(projection(activation(gate(x)) * p))` at its end, where p
-    [T, `TokenInputs.dim`] is the layer's part of `TokenInputs`. All ranks compute all of it.
+    """Part of a layer that reads its own input (Gemma 4): `x += norm(projection(activation(gate(x)) * p))` at its end,
+    where p [T, `TokenInputs.dim`] is the layer's part of `TokenInputs`. All ranks compute all of it.
     """
 
     gate: Linear

@@ -174,7 +174,8 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     meter.max = one.num_total_blocks;
     meter.value = one.num_used_blocks;
     const onDisk = one.num_disk_blocks ? `, ${one.num_disk_blocks} on the disk` : "";
-    const said = `${one.num_used_blocks} of ${one.num_total_blocks} blocks in use, ${one.num_cached_blocks ?? 0} cached${onDisk}`;
+    const moved = one.num_received_tokens ? `, ${one.num_received_tokens} tokens from other replicas` : "";
+    const said = `${one.num_used_blocks} of ${one.num_total_blocks} blocks in use, ${one.num_cached_blocks ?? 0} cached${onDisk}${moved}`;
     meter.setAttribute("aria-label", said);
     meter.title = said;
     cell.append(meter);
