@@ -288,24 +288,6 @@ class BlockReceiver:
                 return
 
 
-def loopback_speed(num_bytes: int = 64 << 20) -> float:
-    """Bytes a second of a bare socket over loopback, for comparison."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        source = socket.create_connection(listener.getsockname())
-        sink, _ = listener.accept()
-    for end in (source, sink):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
-    data = np.zeros(num_bytes, np.uint8)
-    with source, sink:
-        began_s = time.monotonic()
-        thread = threading.Thread(target=source.sendall, args=(data.data,))
-        thread.start()
-        _receive_into(sink, np.empty(num_bytes, np.uint8).data)
-        thread.join()
-        return num_bytes / (time.monotonic() - began_s)
-
-
 def _send_frame(connection: socket.socket, sealer: Sealer, blocks: Sequence[Block]) -> None:
     records = [sealer.seal(name, row.data) for name, row in blocks]
     lengths = [sum(map(len, record)) for record in records]

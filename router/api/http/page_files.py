@@ -138,6 +138,7 @@ def _replica(one: ReplicaLoad) -> dict[str, Any]:
         said |= {
             "num_cached_blocks": min(stats.num_cached_blocks, load.num_free_blocks),
             "num_disk_blocks": stats.num_disk_blocks,
+            "num_received_tokens": stats.num_received_tokens,
             "prefix_hit_rate": stats.prefix_hit_rate,
             "num_tokens_generated": stats.num_tokens_generated,
             "num_preemptions": stats.num_preemptions,
