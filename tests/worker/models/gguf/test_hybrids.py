@@ -82,7 +82,7 @@ class TestMistakes:
         found = self.differing("qwen3.5", "ssm_out", lambda one: one.roll(16, 1), tmp_path)
         assert found == {"layers.state.output.weights", "layers.state.a_log"}
 
-    def test_gate_and_up_in_each_others_place(self, tmp_path):
+    def test_a_changed_gate_shows(self, tmp_path):
         swapped = {"ffn_gate.": -1.0}
         found = self.differing("granite, dense", "ffn_gate.", lambda one: one * swapped["ffn_gate."], tmp_path)
         assert found == {"layers.mlp.up.weights", "layers.state.a_log"}
