@@ -1,5 +1,8 @@
 """Answers without a dispatch host behind them."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from holdfast.router.events import ModelStatus
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.request_stats import AdmittedRequest, RequestStats
@@ -15,3 +18,8 @@ def new_answer(request_id: str = "r", model: str = "m", **params) -> SampledAnsw
     )
     status = ModelStatus(name=model, facts=facts(model=model), num_replicas=1)
     return SampledAnswer(AdmittedRequest(request, status, RequestStats(), lambda: 0.0))
+
+
+def without_times(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """A usage without the times of its request, which differ each time."""
+    return {name: value for name, value in usage.items() if not name.endswith("_time") and "time_to" not in name}

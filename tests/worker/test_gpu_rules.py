@@ -46,8 +46,9 @@ class Launcher:
         raise Lost
 
 
-def test_ranks_are_told_the_device_that_the_leader_has_found():
-    config, launcher = WorkerConfig(model={"model": "m"}, parallel={"tensor_parallel_size": 2}), Launcher()
+def test_ranks_are_told_the_device_that_the_leader_has_found(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2}')
+    config, launcher = WorkerConfig(model={"model": str(tmp_path)}, parallel={"tensor_parallel_size": 2}), Launcher()
     assert config.model.device == "auto"
     assert with_device(config, CUDA).model.device == "cuda"
     with pytest.raises(Lost):

@@ -79,7 +79,7 @@ class Replica:
         self.info = info
         self.engine = engine
         self.health = health
-        self.movers = leader.movers()
+        self.movers: RankMovers | None = None
         """Movers of blocks between the caches of all ranks and elsewhere; None: their bytes cannot be had."""
         self._watchdog = Watchdog(
             engine.progress,
@@ -165,6 +165,7 @@ class Replica:
         if (orders := leader.adapter_orders()) is not None:
             engine.serve_adapters(config.model.max_loras, orders)
         replica = cls(info, engine, leader, group, ranks, config.health)
+        replica.movers = leader.movers()
         if replica.movers is not None:
             _put_below(engine, scheduler, replica.movers, tuner, info)
         try:

@@ -16,7 +16,7 @@ from holdfast.router.api.http.batch_lines import BatchLines
 from holdfast.router.api.http.conversations import StoredBody
 from holdfast.router.api.http.files import checked_expiry, lines_of
 from holdfast.router.api.http.json_body import Reads
-from holdfast.router.api.http.request_origin import check_json
+from holdfast.router.api.http.request_origin import check_json_if_any
 from holdfast.router.api.http.request_reader import RequestReader
 from holdfast.router.api.http.response_history import ResponseHistory
 from holdfast.router.api.http.stored_objects import check_metadata, id_of, listing, page_asked
@@ -164,8 +164,7 @@ class BatchEndpoints:
 
     async def cancel(self, request: Request) -> ASGIApp:
         batch_id = _id_of(request)
-        if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
-            check_json(request)
+        check_json_if_any(request)
         self._history.required(batch_id, BATCH)
         await self._batch(request, batch_id)
         return json_response(await self.opened().cancel(self._history.tenant(request), batch_id))

@@ -15,6 +15,7 @@ from holdfast.router.api.http.answering import Endpoint, json_response
 from holdfast.router.api.http.batches import MAX_LINES, BatchEndpoints, job_of, new_batch
 from holdfast.router.api.http.conversations import StoredBody
 from holdfast.router.api.http.json_body import Listed, Reads
+from holdfast.router.api.http.request_origin import check_json_if_any
 from holdfast.router.api.http.request_reader import RequestReader
 from holdfast.router.api.http.response_history import ResponseHistory
 from holdfast.router.api.http.stored_objects import id_of
@@ -134,6 +135,7 @@ class MessageBatchEndpoints:
 
     async def cancel(self, request: Request) -> ASGIApp:
         """Ends it: what has no result by now is cancelled, and the results say so."""
+        check_json_if_any(request)
         batch = await self._batch(request)
         cancelled = await self._batches.opened().cancel(self._history.tenant(request), batch["id"], tells_lines=True)
         return json_response(_shown(cancelled))

@@ -97,6 +97,12 @@ def check_json(request: Request) -> None:
         raise MediaTypeError(f"{message}; send the header `content-type: {JSON}` (`curl --json` does)")
 
 
+def check_json_if_any(request: Request) -> None:
+    """Likewise of a request that may come without a body."""
+    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+        check_json(request)
+
+
 def host_name(authority: str) -> str:
     """The host of `host:port`, in lower case and without the brackets of an IPv6 address; empty if it has none."""
     try:

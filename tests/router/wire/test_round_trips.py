@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.router.chat import Chat
+from holdfast.router.chat import MAX_NOW_S, Chat
 from holdfast.router.generation import NO_SEQUENCE, Generation, OutputDelta, Usage
 from holdfast.router.request import GenerationRequest
 from holdfast.router.resume import ResumeRecord, SequenceRecord
@@ -38,7 +38,7 @@ chats = st.builds(
     Chat,
     messages=st.lists(turns, min_size=1, max_size=3).map(tuple),
     template_kwargs=json_objects,
-    now_s=st.none() | st.integers(0, 2**40),
+    now_s=st.none() | st.integers(0, MAX_NOW_S),
 )
 resumes = st.builds(
     ResumeRecord,

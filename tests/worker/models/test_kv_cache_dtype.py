@@ -89,8 +89,8 @@ def test_loading_refuses_before_it_looks_for_the_model():
 def test_a_model_whose_program_is_refused_does_not_fall_back_to_the_hf_backend():
     facts = ModelFacts(model_type="llama", vocab_size=8, max_model_len=8, eos_token_ids=())
     with pytest.raises(ConfigurationError, match=r"^cache.kv_cache_dtype = 'fp8': llama has .*: its heads"):
-        _check_hf_backend_will_do(WorkerConfig(cache=FP8), facts, "its heads are too large")
-    _check_hf_backend_will_do(WorkerConfig(), facts, "its heads are too large")
+        _check_hf_backend_will_do(WorkerConfig(cache=FP8), facts, None, "its heads are too large")
+    _check_hf_backend_will_do(WorkerConfig(), facts, None, "its heads are too large")
 
 
 def test_a_draft_model_keeps_the_cache_that_any_executor_has(tmp_path):

@@ -12,6 +12,7 @@ from holdfast.worker.errors import InvalidRequestError
 from tests.cluster.client.two_routers import NUM_TOKENS, two_routers
 from tests.loops import on_a_loop
 from tests.programs import printed_by
+from tests.router.answers import without_times
 from tests.router.api.http.test_openai_sdk import HELLO
 
 CHAT = {"messages": HELLO, "seed": 5, "n": 2, "max_tokens": NUM_TOKENS, "stream_options": {"include_usage": True}}
@@ -60,7 +61,7 @@ def said_by(events: list[tuple[str, str]]) -> dict[int, str]:
             texts[-2] += 1
         for name in ("usage", "id", "created"):
             if one.get(name):
-                texts[name] = one[name]
+                texts[name] = without_times(one[name]) if name == "usage" else one[name]
     texts[-1] = "".join(sorted(texts.get(-1, "")))
     return texts
 
