@@ -21,5 +21,5 @@ def new_answer(request_id: str = "r", model: str = "m", **params) -> SampledAnsw
 
 
 def without_times(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """A usage without the times of its request, which differ each time."""
-    return {name: value for name, value in usage.items() if not name.endswith("_time") and "time_to" not in name}
+    """A usage without the times of its request, which differ each time, and without its attempts."""
+    return {name: value for name, value in usage.items() if "time" not in name and name != "attempts"}
