@@ -44,7 +44,7 @@ GPU_EVERY_S = 2.0
 
 
 HELD_LOOK_S: Final = 0.1
-"""Seconds between two signs of life while requests wait for blocks and nothing runs."""
+"""Seconds between two signs of life while requests wait for blocks, or for an adapter, and nothing runs."""
 
 STOP_LIMIT_S: Final = 30.0
 """Seconds that `stop` waits for the step now running."""
@@ -263,7 +263,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether anything waits to be done. While it does, `progress` should move."""
-        waits = self._core.scheduler.has_work or bool(self._core.held) or not self._inbox.is_empty
+        waits = self._core.scheduler.has_work or self._core.is_waited_for or not self._inbox.is_empty
         return self._inbox.closed_by is None and waits
 
     @property
@@ -291,10 +291,12 @@ class Engine:
 
     def _take_commands(self) -> None:
         """Runs all commands in the inbox; with nothing to do, waits for the first command."""
-        wait_s = 0.0 if self._core.scheduler.has_work else self._core.most_idle_s(self._clock(), self._idle_s)
-        if self._core.held:  # who waits for blocks sees that this thread does not stand still
-            self.progress.tick()
-            wait_s = min(wait_s, HELD_LOOK_S)
+        wait_s = 0.0
+        if not self._core.scheduler.has_work:
+            wait_s = self._core.most_idle_s(self._clock(), self._idle_s)
+            if self._core.is_waited_for:  # who waits sees that this thread does not stand still
+                self.progress.tick()
+                wait_s = min(wait_s, HELD_LOOK_S)
         commands = self._inbox.take(wait_s)
         if wait_s and not commands:
             self._runner.keep_alive()

@@ -187,6 +187,11 @@ class EngineCore:
         """Requests that wait for their adapters."""
         return {} if self.adapters is None else self.adapters.waiting
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether requests wait for what comes from elsewhere: blocks, or an adapter."""
+        return bool(self.held or (self.adapters is not None and self.adapters.waiting))
+
     def adapters_in_use(self) -> set[str]:
         """Digests of the adapters of open requests, those that wait for their prefix among them."""
         return self.scheduler.adapters_in_use() | {held.request.adapter_digest for held in self.held.values()}

@@ -10,7 +10,7 @@ import pytest
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.tier_mover import TierShape
 from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError, ReplicaError
-from holdfast.worker.request import NUM_STEPS_TO_CLEAR, BlockSource, FinishReason, PoisonRisk
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, Adapter, BlockSource, FinishReason, PoisonRisk
 from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import StepUpdate
 from tests.pseudo_model import PseudoRunner, pseudo_completion
@@ -258,6 +258,36 @@ def test_a_request_that_waits_for_blocks_is_work_and_the_engine_shows_that_it_li
         held = replace(make_request("held", range(20)), block_source=BlockSource("there:1", 100))
         engine.submit(held, recorder)
         wait_until(lambda: mover.asked)
+        assert engine.has_work
+        before = engine.progress.count
+        wait_until(lambda: engine.progress.count > before + 2)
+        engine.abort("held")
+        recorder.wait_for(lambda: recorder.finished)
+        wait_until(lambda: not engine.has_work)
+    finally:
+        engine.stop()
+
+
+class NeverLoaded:
+    """Orders for adapters whose loads do not end."""
+
+    def __init__(self) -> None:
+        self.asked: list[Adapter] = []
+
+    def fetch(self, ticket: int, adapter: Adapter, then: Callable[[], None]) -> None:
+        self.asked.append(adapter)
+
+    def take(self, ticket: int, slot: int) -> Exception | None: ...
+
+
+def test_so_is_a_request_that_waits_for_its_adapter():
+    engine, _, recorder = make_engine(is_started=False)
+    orders = NeverLoaded()
+    engine.serve_adapters(2, orders)
+    engine.start()
+    try:
+        engine.submit(replace(make_request("held"), adapter=Adapter("a", "12", "/nowhere")), recorder)
+        wait_until(lambda: orders.asked)
         assert engine.has_work
         before = engine.progress.count
         wait_until(lambda: engine.progress.count > before + 2)
