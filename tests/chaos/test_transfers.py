@@ -29,8 +29,11 @@ TWO = ("--replicas", "2", "--routers", "1")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    """A tiny Llama, slow enough for an event to find it at work, with the bundled model's tokenizer."""
-    sizes = {"hidden_size": 512, "num_hidden_layers": 12, "vocab_size": 4096, "max_position_embeddings": 2048}
+    """A Llama of 60 M parameters and few keys and values: its blocks are always moved sooner than computed. It has the
+    bundled model's tokenizer.
+    """
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 1, "vocab_size": 4096, "max_position_embeddings": 2048}
     folder = save_tiny_model("llama", tmp_path_factory.mktemp("model"), **sizes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(bundled_path("demo") / name, folder / name)
