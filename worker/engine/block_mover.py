@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 STAGED_BYTES: Final = 32 << 20
 """Rows that are copied and not written yet: at most so many bytes, or one call's."""
+MOST_STAGED_BYTES: Final = 4 * STAGED_BYTES
+"""Rows for other replicas on one rank. The leader goes by its own: a rank that is slower ends its transfer."""
 AHEAD_BYTES: Final = 64 << 20
 """Pieces that are read and not taken yet."""
 NEWS_S: Final = 1.0
@@ -198,7 +200,7 @@ class BlockMover:
         transfer = self._transfers.get(number)
         if transfer is None or self._server is None:
             return
-        if places:
+        if places and self._server.staged_bytes < MOST_STAGED_BYTES:
             self._server.send(transfer, self._copied(places))
         else:
             self._server.end(transfer)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.worker.cache.sealing import CheckSealer, KeySealer, Sealer, WrongDigestError
+from holdfast.worker.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
@@ -276,7 +277,7 @@ class BlockReceiver:
                 connection.settimeout(STALL_S)
                 connection.sendall(self._key.hello())
                 self._receive(connection)
-        except (OSError, EOFError, WrongDigestError, ValueError) as failure:
+        except (OSError, EOFError, WrongDigestError, ValueError, ConfigurationError) as failure:
             error = None if self._closed else failure
         self._on_end(error)
 

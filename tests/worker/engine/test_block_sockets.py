@@ -9,9 +9,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from holdfast.worker.cache.sealing import CheckSealer, WrongDigestError
-from holdfast.worker.engine import block_sockets
+from holdfast.worker.cache.sealing import CheckSealer, KeySealer, WrongDigestError
+from holdfast.worker.engine import block_mover, block_sockets
 from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
+from holdfast.worker.engine.tier_mover import KV
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.block_bytes import BlockBytes
 
 LIMIT_S = 20.0
 NAMES = [b"k" + bytes([number]) * 16 for number in range(6)]
@@ -90,6 +93,27 @@ def test_who_has_another_key_gets_nothing_and_who_has_the_key_still_does(server)
     forged = Received(server.port, TransferKey(key.transfer, os.urandom(32))).wait()
     assert (forged.blocks, type(forged.error)) == ([], EOFError)
     assert Received(server.port, key).wait().blocks == expected()
+
+
+def test_a_receiver_that_cannot_decrypt_says_so_and_ends(server, monkeypatch):
+    def missing(self: KeySealer, key: bytes) -> None:
+        raise ConfigurationError("cache.kv_offload_key_file: needs the package cryptography")
+
+    monkeypatch.setattr(KeySealer, "__init__", missing)
+    key = TransferKey.fresh(is_encrypted=True)
+    assert isinstance(Received(server.port, key).wait().error, ConfigurationError)
+
+
+def test_a_rank_whose_connection_is_slow_keeps_no_more_than_its_bound(monkeypatch):
+    monkeypatch.setattr(block_mover, "MOST_STAGED_BYTES", 3 * 64)
+    pool = BlockBytes([np.zeros((4, 64), np.uint8)])
+    mover, key = block_mover.BlockMover(None, {KV: pool}), TransferKey.fresh(is_encrypted=False)
+    port = mover.listen("127.0.0.1")
+    mover.offer(1, key)
+    for name in NAMES:
+        mover.send(1, [(name, 0)])
+    assert len(Received(port, key).wait().blocks) == 3
+    mover.close()
 
 
 def test_a_transfer_has_one_connection(server):
