@@ -4,6 +4,7 @@ function of the grammar and the output so far; a matcher kept from step to step 
 
 import json
 import logging
+import re
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from holdfast.worker.draws import DrawParams
+from holdfast.worker.special_tokens import configured_special, generation_ends, named_tokens
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 
 if TYPE_CHECKING:
@@ -24,6 +26,12 @@ _KEPT_STEPS: Final = 32
 
 _MARK: Final = "\x02"
 """A character that no word goes on: what follows it is encoded as in the middle of a text."""
+
+_SPECIAL_NAME: Final = re.compile(r"<\|.*\|>", re.DOTALL)
+"""Tokens that llguidance takes for special by their names."""
+
+_UNMARKED: Final = re.compile(r'"special"\s*:\s*false')
+"""A token that a tokenizer.json adds and does not call special."""
 
 NONE_FITS: Final = b""
 """Value in place of a mask: no token may come next."""
@@ -160,8 +168,30 @@ def grammar_tokenizer(path: Path, eos_token_ids: Collection[int] | None = None) 
     from llguidance import LLTokenizer, TokenizerWrapper
 
     ends = None if eos_token_ids is None else sorted(eos_token_ids)
-    encoder = _PlainEncoder(path.read_text(encoding="utf-8"), ends)
+    encoder = _PlainEncoder(_with_all_special(path, ends or ()), ends)
     return LLTokenizer(TokenizerWrapper(encoder), eos_token=ends or [encoder.eos_token_id])
+
+
+def _with_all_special(path: Path, eos_token_ids: Collection[int]) -> str:
+    """A tokenizer.json in which each token is marked as special that the settings beside it call so, that ends an
+    output, or that llguidance takes for special because of its name: forced text is never written with them.
+    """
+    text = path.read_text(encoding="utf-8")
+    if not _UNMARKED.search(text):
+        return text
+    named = {*named_tokens(path.parent).values(), *configured_special(path.parent)}
+    ends = {*eos_token_ids, *generation_ends(path.parent)}
+    try:
+        described = json.loads(text)
+        unmarked = [token for token in described.get("added_tokens") or () if not token["special"]]
+        found = [
+            t for t in unmarked if t["id"] in ends or t["content"] in named or _SPECIAL_NAME.fullmatch(t["content"])
+        ]
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return text  # which the library refuses by its own words
+    for token in found:
+        token["special"] = True
+    return json.dumps(described) if found else text
 
 
 class _PlainEncoder:

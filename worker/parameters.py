@@ -114,7 +114,8 @@ def _listed(value: object) -> object:
 
 def _biases(value: object) -> object:
     if isinstance(value, Mapping):
-        return {_whole(token_id): _number(bias) for token_id, bias in value.items()}
+        numbers = ((token_id, bias if isinstance(bias, Real) else None) for token_id, bias in value.items())
+        return {_whole(token_id): bias for token_id, bias in numbers}  # what is no number is refused by its token
     return {} if value is None else value
 
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from holdfast.cluster.offline.calls import chat_prompt
 from holdfast.router.chat import Message
-from holdfast.router.text.tokenizer import NAMED_TOKENS, Tokenizer
+from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.special_tokens import NAMED_TOKENS
 from holdfast.worker.value_types import is_list
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {

@@ -4,7 +4,6 @@ Uses the `tokenizers` library for tokenizer.json, because importing transformers
 that file needs transformers.
 """
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 from holdfast.router.text.dsml_templates import DSML_TEMPLATES
 from holdfast.router.text.token_table import TokenTable, fallback_bytes
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
+from holdfast.worker.special_tokens import configured_special, generation_ends, named_tokens, read_json
 
 if TYPE_CHECKING:
     import tokenizers
@@ -25,7 +25,6 @@ _LONG: Final = 2**10
 does with 512 KiB of text takes a second.
 """
 
-NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 """Names of chat templates, as transformers has them."""
 
@@ -95,7 +94,7 @@ class Tokenizer:
         folder = Path(path)
         if not folder.is_dir():
             raise ConfigurationError(f"no tokenizer at {path}: it is not a folder; give the model's local folder")
-        special_tokens = _special_tokens(folder)
+        special_tokens = named_tokens(folder)
         json_path = folder / "tokenizer.json"
         codec = _FastCodec.load(folder, special_tokens) if json_path.is_file() else _SlowCodec.load(folder)
         return cls(
@@ -185,8 +184,8 @@ class _FastCodec:
         except Exception as error:  # the library raises bare Exception
             raise ConfigurationError(f"cannot read {path}: {error}; fetch the model again") from error
         added = tokenizer.get_added_tokens_decoder()
-        ends = (i for i in _generation_ends(folder) if i in added)
-        return cls(tokenizer, [*special_tokens.values(), *_configured_special(folder), *ends])
+        ends = (i for i in generation_ends(folder) if i in added)
+        return cls(tokenizer, [*special_tokens.values(), *configured_special(folder), *ends])
 
     def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
         text.encode()  # raises UnicodeEncodeError; the library's own error says less
@@ -254,20 +253,6 @@ class _SlowCodec:
         return cast("str | None", self._tokenizer.convert_ids_to_tokens(token_id))
 
 
-def _special_tokens(folder: Path) -> dict[str, str]:
-    """Named tokens of tokenizer_config.json, which takes precedence over the older special_tokens_map.json."""
-    entries = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
-    named = {name: _token_text(entries.get(name)) for name in NAMED_TOKENS}
-    return {name: text for name, text in named.items() if text is not None}
-
-
-def _token_text(entry: object) -> str | None:
-    """The text of an entry, which is a string or an object with `content`."""
-    if isinstance(entry, dict):
-        entry = entry.get("content")
-    return entry if isinstance(entry, str) else None
-
-
 def _named_templates(given: str | Mapping[str, str] | None) -> Mapping[str, str]:
     named = {_DEFAULT: given} if isinstance(given, str) else given or {}
     return MappingProxyType(dict(named))
@@ -281,50 +266,16 @@ def _chat_templates(folder: Path) -> dict[str, str]:
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if files:
         return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    given = _read_json(folder / "tokenizer_config.json").get("chat_template")
+    given = read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(given, list):
         given = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
     if not given:
-        given = DSML_TEMPLATES.get(str(_read_json(folder / "config.json").get("model_type")))
+        given = DSML_TEMPLATES.get(str(read_json(folder / "config.json").get("model_type")))
     named = given if isinstance(given, dict) else {_DEFAULT: given}
     return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
-
-
-def _configured_special(folder: Path) -> list[str]:
-    """Tokens that tokenizer_config.json calls special, beside those with a name of their own."""
-    entries = _read_json(folder / "tokenizer_config.json")
-    added = entries.get("added_tokens_decoder")
-    found = [one for one in added.values() if _is_special(one)] if isinstance(added, dict) else []
-    for name in ("additional_special_tokens", "extra_special_tokens"):
-        more = entries.get(name)
-        found += more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
-    return [text for text in map(_token_text, found) if text is not None]
-
-
-def _is_special(entry: object) -> bool:
-    return isinstance(entry, dict) and entry.get("special") is True
 
 
 def _eos_token_id(folder: Path, codec: Codec, special_tokens: Mapping[str, str]) -> int | None:
     if "eos_token" in special_tokens:
         return codec.token_id(special_tokens["eos_token"])
-    return next(iter(_generation_ends(folder)), None)
-
-
-def _generation_ends(folder: Path) -> list[int]:
-    """The tokens by which generation_config.json has an output end."""
-    eos = _read_json(folder / "generation_config.json").get("eos_token_id")
-    return [i for i in (eos if isinstance(eos, list) else [eos]) if isinstance(i, int)]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigurationError(f"cannot read {path}: {error}; fetch the model again") from error
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"cannot read {path}: it must hold a JSON object; fetch the model again")
-    return content
+    return next(iter(generation_ends(folder)), None)

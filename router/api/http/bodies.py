@@ -82,6 +82,12 @@ class Body(Reads, Notes):
         **dict.fromkeys(("timeout_ms", "timeout_s"), "timeout"),
     }
 
+    @property
+    def shape_field(self) -> str:
+        """Field of the output's structure."""
+        old = (own for own in self.renamed if own.startswith("guided_") and self._says(own))
+        return self.shape_field_or(next(old, "response_format"))
+
     def names(self) -> FieldNames:
         said = {_field_of(other): own for own, other in self.renamed.items() if self._says(own)}
         if self.use_beam_search:

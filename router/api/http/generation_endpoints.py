@@ -59,7 +59,7 @@ class GenerationEndpoints:
         body, bare = await self._reader.decoded(content, ChatBody, partial(chat_request, tenant=tenant_of(request)))
         save = self._chats.save(request, body)
         submission = self._reader.named(submission, bare)
-        plan = await self._reader.plan(bare)
+        plan = await self._reader.plan(bare, body.shape_field)
         generation = submission.of(plan.request, choices=plan.request.sampling_params.n)
         view = ChatView(
             body=body,

@@ -85,6 +85,10 @@ class Reads(BaseModel):
         """A sampling parameter as the body says it; None where it does not."""
         return (self.model_extra or {}).get(name)
 
+    def shape_field_or(self, named: str) -> str:
+        """Field of the output's structure: vLLM's where that is used, else `named`."""
+        return "structured_outputs" if self.given("structured_outputs") is not None else named
+
     renamed: ClassVar[Mapping[str, str]] = {}
     """The request's field by the body's field, where names differ: for reading, and for names in errors."""
 

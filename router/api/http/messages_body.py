@@ -109,7 +109,7 @@ class MessagesBody(Reads, Notes):
     @property
     def shape_field(self) -> str:
         """Field of the output's structure."""
-        return "output_format" if self.output_format is not None else "output_config.format"
+        return self.shape_field_or("output_format" if self.output_format is not None else "output_config.format")
 
 
 class CountBody(MessagesBody):

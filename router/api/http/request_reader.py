@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 from starlette.requests import Request
 from starlette.types import Message
 
-from holdfast.router.api.chat_answer import ChatPlan
+from holdfast.router.api.chat_answer import SHAPE, ChatPlan
 from holdfast.router.api.http.body_bounds import body_bounds
 from holdfast.router.api.http.json_body import Reads
 from holdfast.router.api.http.request_origin import JSON, check_json
@@ -94,7 +94,7 @@ class RequestReader:
         """Result of `make` for a body of `num_bytes` bytes, off the event loop if they are many."""
         return await self._decode_worker.run(num_bytes, make)
 
-    async def plan(self, generation: GenerationRequest, shape_field: str = "response_format") -> ChatPlan:
+    async def plan(self, generation: GenerationRequest, shape_field: str = SHAPE) -> ChatPlan:
         return await ChatPlan.of(generation, self._requests, shape_field=shape_field)
 
 

@@ -134,7 +134,7 @@ class ResponseEndpoints:
                 earlier = await turn.earlier(self._max_history_bytes, submission)
             bare = await self._reader.made(self._max_history_bytes, partial(chat_of, body, earlier))
         submission = self._reader.named(submission, bare)
-        plan = await self._reader.plan(bare, "text.format")
+        plan = await self._reader.plan(bare, body.shape_field_or("text.format"))
         generation = submission.of(plan.request)
         return _Prepared(
             body=body,

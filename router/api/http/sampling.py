@@ -58,17 +58,9 @@ def declared_params(body: Reads, **own: Any) -> SamplingParams:
         given |= {"beam_width": given.get("n", 1)}
     if isinstance(body, Body) and body.truncation_side is not None:
         given |= {"truncate_right": body.truncation_side == "right"}
-    for name, read in _OTHER_VALUES.items():
-        if name in given:
-            given[name] = read(given[name])
+    if "logit_bias" in given:
+        given["logit_bias"] = by_token_id(given["logit_bias"])
     return SamplingParams(**{**given, **own})
-
-
-def _all_if_negative(number: object) -> object:
-    return max(0, number) if isinstance(number, int) else number
-
-
-_OTHER_VALUES: Final = {"top_k": _all_if_negative, "logit_bias": by_token_id}
 
 
 _ABOUT_SCHEMAS: Final = (
@@ -93,9 +85,9 @@ def structure_of(body: Body) -> StructuredOutputs | None:
     if (shape := _format(body)) is not None:
         found["response_format"] = shape
     if len(found) > 1:
-        raise InvalidRequestError(
-            "response_format", sorted(found), "conflicts with another field that sets the output's format"
-        )
+        field, *others = found
+        limit = f"conflicts with {', '.join(others)}: each sets the output's structure"
+        raise InvalidRequestError(field, sorted(found), limit)
     return next(iter(found.values()), None)
 
 

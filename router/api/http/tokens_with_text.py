@@ -32,10 +32,11 @@ class TextOffsets:
         text: str = "",
     ) -> None:
         """`start`: the offset of the first token. `text` is the whole one where it is known, as of a prompt: special
-        tokens that it writes out have a length.
+        tokens that it writes out have a length, and no others.
         """
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset[int]()
+        hides = params.skip_special_tokens or bool(text)
+        self._skipped = tokenizer.special_token_ids if hides else frozenset[int]()
         self._has_text = params.detokenize
         self._text = text
         self._at = start
@@ -73,6 +74,8 @@ class TextOffsets:
         written = self._tokenizer.tokens.text_of(token_id)
         if written and self._text.startswith(written, at):
             self._at += len(written)
+            if self._context is not None:
+                self._context.append(token_id)
         return at
 
     def _new_bytes(self, token_id: int) -> bytes:
@@ -83,6 +86,8 @@ class TextOffsets:
         self._context = None
         before = self._tokenizer.decode_known(context)
         shown = self._tokenizer.decode_known([*context, token_id])[len(before) :]
+        if self._text and not self._text.startswith(shown, self._at):
+            shown = shown.removeprefix(" ")
         return data if REPLACEMENT in shown or self._utf8.getstate()[0] or not before.isascii() else shown.encode()
 
     def _ends_character(self, data: bytes) -> bool:

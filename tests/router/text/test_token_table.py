@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.router.api.http.tokens_with_text import TextOffsets
+from holdfast.router.text.prompt import echoed_text
 from holdfast.router.text.token_table import bytes_of_piece
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.sampling_params import SamplingParams
@@ -104,6 +105,26 @@ def test_offsets_of_characters_in_several_tokens(kind, text, num_prompt, root):
     found = [offsets.push(token_id) for token_id in output]
     wanted = [characters_before(tokenizer, ids, num_prompt + number, shown) for number in range(len(output))]
     assert found == wanted, (shown, [tokenizer.tokens.bytes_of(token_id) for token_id in output])
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("is_given", [True, False], ids=["text", "token ids"])
+@pytest.mark.parametrize("skips", [True, False])
+def test_offsets_of_an_echoed_prompt_count_special_tokens_that_it_writes(kind, is_given, skips, root):
+    """A text is echoed as given: the token that the tokenizer puts before it has no length."""
+    tokenizer = loaded(kind, root)
+    begin = min(tokenizer.special_token_ids)
+    for text in TEXTS:
+        ids = [begin, *tokenizer.encode(text, add_special_tokens=False)]
+        params = SamplingParams(skip_special_tokens=skips)
+        echo = echoed_text(tokenizer, text if is_given else tuple(ids), tuple(ids), params)
+        offsets = TextOffsets(tokenizer, params, text=echo)
+        for token_id, at in zip(ids, [offsets.push(token_id) for token_id in ids], strict=True):
+            written = tokenizer.tokens.bytes_of(token_id)
+            if token_id != begin and token_id not in tokenizer.fallback_bytes and is_whole(written):
+                token = written.decode()
+                assert echo[at:].startswith((token, token.removeprefix(" "))), (at, token, echo)
+        assert offsets.push(begin) == len(echo)
 
 
 def text_after(tokenizer: Tokenizer, params: SamplingParams, prompt: list[int], output: list[int]) -> str:

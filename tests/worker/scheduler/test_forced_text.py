@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from llguidance import LLMatcher
+from tokenizers import AddedToken
 
 from holdfast.worker.grammar_matchers import grammar_tokenizer
 from tests.router import sample_tokenizers
@@ -43,3 +44,33 @@ def test_what_a_grammar_forces_is_written_whole(kind: str, text: str, tmp_path: 
         written.append(min(fitting, key=lambda token_id: -len(tokenizer.decode_bytes([token_id]))))
         assert matcher.consume_token(written[-1])
     assert b"".join(tokenizer.decode_bytes([one]) for one in written if one != 1) == text.encode()
+
+
+SETTINGS = {
+    "tokenizer_config.json": {"added_tokens_decoder": {"9999": {"content": "[MARK]", "special": True}}},
+    "generation_config.json": {"eos_token_id": 1},
+}
+
+
+@pytest.mark.parametrize("text", ["<|turn|>", "a[MARK]b", "</s>", '["<|turn|>", "[MARK]", "</s>"]'])
+@pytest.mark.parametrize("ends", [None, [1]])
+def test_forced_text_spells_no_token_that_only_the_settings_call_special(text: str, ends: list[int], tmp_path: Path):
+    """As where tokenizer.json says `special: false` of the end of a turn."""
+    known = sample_tokenizers.byte_level()
+    known.add_tokens([AddedToken(name, special=False, normalized=False) for name in ("<|turn|>", "[MARK]")])
+    described = json.loads(known.to_str())
+    for token in described["added_tokens"]:
+        token["special"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    for name, settings in SETTINGS.items():
+        (tmp_path / name).write_text(json.dumps(settings))
+    tokenizer = grammar_tokenizer(tmp_path / "tokenizer.json", ends)
+    names = ("<|turn|>", "[MARK]", "</s>")
+    single = {known.token_to_id(name) for name in names}
+    assert None not in single
+    written = tokenizer.tokenize_str(text)
+    assert not single & set(written)
+    assert b"".join(tokenizer.decode_bytes([one]) for one in written) == text.encode()
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(f"start: {json.dumps(text)}"))
+    assert matcher.consume_tokens(written)
+    assert matcher.is_accepting()

@@ -45,6 +45,10 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
+JSON = {"type": "json_object"}
+TOOL = {"name": "f", "parameters": {"type": "object"}}
+CALLED = {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"}
+TOOLS_OF_RESPONSES = {"tools": [{"type": "function", **TOOL}], "tool_choice": "required"}
 WRONG_SHAPE = {"type": "json_schema", "schema": {"type": "x"}}
 
 REFUSED = [
@@ -52,6 +56,20 @@ REFUSED = [
     ("/v1/chat/completions", {"top_logprobs": 2}, "top_logprobs", "logprobs"),
     ("/v1/chat/completions", {"max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens", "1"),
     ("/v1/chat/completions", {"max_tokens": 0}, "max_tokens", "1"),
+    *((path, {"top_k": -2}, "top_k", "at least 1, or 0") for path in BY_PATH),
+    ("/v1/chat/completions", {"logit_bias": {"3": 1, "7": "x"}}, "logit_bias", "token 7"),
+    ("/v1/completions", {"logit_bias": {"3": None}}, "logit_bias", "token 3"),
+    *(
+        ("/v1/chat/completions", {**shape, **CALLED}, next(iter(shape)), "must not be set with tools")
+        for shape in ({"structured_outputs": {"regex": "a"}}, {"guided_regex": "a"}, {"response_format": JSON})
+    ),
+    ("/v1/responses", {"structured_outputs": {"regex": "a"}, **TOOLS_OF_RESPONSES}, "structured_outputs", "with tools"),
+    (
+        "/v1/completions",
+        {"structured_outputs": {"regex": "a"}, "guided_json": {}},
+        "structured_outputs",
+        "conflicts with guided_json",
+    ),
     ("/v1/chat/completions", {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
     ("/v1/chat/completions", {"logit_bias": {"two": 1}}, "logit_bias", "two"),
     ("/v1/chat/completions", {"logit_bias": {"one": 1, "2": 1, "two": 1}}, "logit_bias", "'one', 'two'"),
