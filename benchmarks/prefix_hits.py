@@ -116,6 +116,7 @@ def measured(values: dict[str, Any], num_tokens: int, rounds: int, threads: int)
         eos_token_ids=frozenset(),
         prefix_caching=True,
         num_state_slots=info.num_state_slots,
+        state_blocks=info.state_blocks,
     )
     pairs = []
     for _ in range(rounds):

@@ -223,8 +223,8 @@ class CacheConfig(Settings):
     num_state_slots: int | None = Field(
         None,
         ge=2,
-        description="slots for the states of sequences, of a model that keeps some (docs/state-cache.md); default: as "
-        "many as running sequences and cached prefixes can use, in at most half of the cache's memory",
+        description="slots for the states of sequences, of a model that keeps some (docs/state-cache.md), with memory "
+        "of their own; default: states and KV blocks share the cache's memory",
     )
     enable_prefix_caching: bool = Field(True, description="reuse the KV blocks of prompts with a common prefix")
     kv_offload_disk: str | None = Field(

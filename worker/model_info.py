@@ -84,6 +84,8 @@ class ModelInfo:
     """Slots for states of sequences; 0: the model keeps none."""
     state_bytes: int = 0
     """Bytes of a slot on one rank, all layers together."""
+    state_blocks: int = 0
+    """Blocks that a slot in use takes the place of; 0: slots have memory of their own."""
     quantization: str = "none"
     """Quantization of its weights, in words (`worker/models/checkpoint_scheme.py`)."""
     weight_bytes: int = 0
@@ -144,12 +146,18 @@ class ModelInfo:
     @cached_property  # every request asks
     def max_sequence_len(self) -> int:
         """Longest sequence that one request can have here: the model's context, or all of the KV cache."""
-        return min(self.max_model_len, most_tokens(self.num_blocks, self.block_size, self.window))
+        return min(self.max_model_len, self.most_tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of one sequence that the cache holds."""
+        return most_tokens(self.num_blocks - self.state_blocks, self.block_size, self.window)
 
     @property
     def num_full_sequences(self) -> int:
         """Sequences as long as the model's context that fit the KV cache at the same time."""
-        return self.num_blocks // sequence_blocks(self.max_model_len, self.block_size, self.window)
+        needed = sequence_blocks(self.max_model_len, self.block_size, self.window) + self.state_blocks
+        return self.num_blocks // needed
 
 
 @dataclass(frozen=True, kw_only=True)

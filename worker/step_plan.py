@@ -205,6 +205,10 @@ class StepPlan:
     """The same, in layers with a window that have blocks of their own."""
     state_copies: tuple[StateCopy, ...] = ()
     """Copies made before anything is computed, on every rank, one after the other in this order."""
+    idle_blocks: tuple[int, ...] = ()
+    """Blocks, ascending, that hold nothing once the copies are made: their memory is given back, for slots."""
+    idle_slots: tuple[int, ...] = ()
+    """Likewise slots, for blocks."""
     num_steps: int = field(init=False)
     """Steps that are run on this plan: more than 1 only for decodes while no request waits (`DecodeRows.num_steps`)."""
     num_tokens: int = field(init=False)

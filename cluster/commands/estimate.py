@@ -98,8 +98,9 @@ def _print_estimate(config: "WorkerConfig") -> None:
 
     needs = MemoryEstimator(config)
     cache_bytes = _cache_bytes_here(config, needs)
-    num_slots = needs.num_slots(config, cache_bytes)
-    num_sequences = needs.num_sequences(cache_bytes, needs.max_model_len, num_slots)
+    room = needs.state_room(config, cache_bytes)
+    num_blocks = needs.num_blocks(cache_bytes, room)
+    num_sequences = needs.num_sequences(cache_bytes, needs.max_model_len, room)
     print(f"weights     {readable_bytes(needs.weight_bytes)}, quantization {needs.quantization}")
     if needs.shares is not None:
         shares = " : ".join(map(str, needs.shares))
@@ -110,8 +111,10 @@ def _print_estimate(config: "WorkerConfig") -> None:
         print(f"            and {readable_bytes(most)} a sequence for layers that see {needs.window.num_tokens} tokens")
     if needs.state_bytes:
         print(f"states      {readable_bytes(needs.state_bytes)} a sequence, and as much for each kept prefix")
-    slots = f" and {num_slots} slots for states" if num_slots else ""
-    print(f"in {readable_bytes(cache_bytes)}  {needs.num_blocks(cache_bytes, num_slots)} blocks{slots}")
+    slots = f" and {room.own_slots} slots for states" if room.own_slots else ""
+    if room.state_blocks:
+        slots = f", or a state in the place of each {room.state_blocks}"
+    print(f"in {readable_bytes(cache_bytes)}  {num_blocks} blocks{slots}")
     print(f"            {num_sequences} sequences of {needs.max_model_len} tokens, the longest this model takes")
 
 

@@ -26,7 +26,6 @@ from holdfast.cluster.serve.log_files import ray_folder
 from holdfast.cluster.serve.preflight import check_ports, check_socket_paths
 from holdfast.cluster.serve.security import check_exposed
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.model_info import most_tokens
 from holdfast.worker.process_memory import readable_bytes
 from holdfast.worker.user_folder import user_folder
 from holdfast.worker.wire.loopback import check_loopback
@@ -238,7 +237,7 @@ def loaded(config: HoldfastConfig) -> Iterator[Finding]:
         yield Finding(Level.BAD, f"loading {name}", str(error))
         return
     cache_bytes = info.num_blocks * info.block_size * info.kv_bytes_per_token
-    tokens = most_tokens(info.num_blocks, info.block_size, info.window)
+    tokens = info.most_tokens
     plan = f"{readable_bytes(cache_bytes)} of KV cache for each rank, {tokens} tokens, {info.num_full_sequences} "
     found = f"{plan}sequences of {info.max_model_len} tokens, {info.dtype}"
     if tokens < info.max_model_len:

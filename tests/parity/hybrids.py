@@ -227,7 +227,7 @@ def scheduler_of(leader: LeaderRunner, drafts: int = 0, **values: Any) -> Schedu
     """As a replica makes it. `values`: of its settings, or of the scheduler itself."""
     info = leader._runner.info
     own = {"num_blocks": info.num_blocks, "num_state_slots": info.num_state_slots, "prefix_caching": True}
-    own |= {"window": info.window}
+    own |= {"window": info.window, "state_blocks": info.state_blocks}
     own |= {key: values.pop(key) for key in own.keys() & values.keys()}
     usual = SpeculationConfig(speculative="ngram" if drafts else "none", num_speculative_tokens=drafts or None)
     speculation = values.pop("speculation", usual)

@@ -7,6 +7,7 @@ import pytest
 
 from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.executors.cpu.states import StateCache
+from holdfast.worker.models.memory import MemoryEstimator
 from holdfast.worker.request import EngineRequest, Priority
 from tests.parity.harness import load, on_ranks
 from tests.parity.hybrids import Said, drafting_config, request, run_all, save_hybrid, scheduler_of, start, told_alone
@@ -47,6 +48,8 @@ SETTINGS = {
     "in chunks of 7": {"max_num_batched_tokens": 8},
     "a token at a time": {"max_num_batched_tokens": 1, "max_num_seqs": 1},
     "with two slots": {"num_state_slots": 2},
+    "in one memory": {"state_blocks": 3},
+    "in little memory": {"state_blocks": 9, "num_blocks": 40},
     "with drafts": {"drafts": 8},
     "without a cache": {"prefix_caching": False},
 }
@@ -100,6 +103,22 @@ def test_forks_are_told_what_they_are_told_alone(leader, prompts):
     scheduler = scheduler_of(leader, prefix_caching=False)
     assert run_all(scheduler, leader, siblings) == {name: said for each in apart for name, said in each.items()}
     assert scheduler.stats().num_forked_tokens == 2 * (len(prompts[2]) - 1)
+
+
+def test_in_one_memory_they_are_told_the_same(folder, requests, alone):
+    """As it is by default: with so little of it that blocks and snapshots make way for each other all the time."""
+    config = drafting_config(folder)
+    cache = config.cache.model_copy(update={"num_state_slots": None, "num_blocks": 96})
+    leader = load(config.model_copy(update={"cache": cache}))
+    info, needs = leader._runner.info, MemoryEstimator(config.model_copy(update={"cache": cache}))
+    room = needs.state_room(config.model_copy(update={"cache": cache}), 1 << 20)
+    assert (info.state_blocks, info.num_state_slots) == (room.state_blocks, 96 // room.state_blocks)
+    scheduler = scheduler_of(leader, 8)
+    for _ in range(2):
+        assert run_all(scheduler, leader, requests) == alone
+    stats = scheduler.stats()
+    assert stats.num_free_blocks == stats.num_total_blocks == 96
+    assert stats.num_cached_slots * info.state_blocks + stats.num_cached_blocks <= 96
 
 
 def test_ranks_share_snapshots(folder, requests, alone):

@@ -55,7 +55,7 @@ def test_they_go_on_with_the_tokens_of_hugging_face(folder, leader, prompts):
 def test_what_they_need_is_estimated_from_the_config(folder, leader):
     needs, info = MemoryEstimator(worker_config(folder)), leader._runner.info
     assert (needs.state_bytes, needs.kv_bytes_per_token) == (info.state_bytes, info.kv_bytes_per_token)
-    assert needs.num_slots(worker_config(folder), 1 << 20) == info.num_state_slots
+    assert needs.state_room(worker_config(folder), 1 << 20).num_slots(info.num_blocks) == info.num_state_slots
 
 
 @pytest.mark.parametrize("pattern", MAMBAS)

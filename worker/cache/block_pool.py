@@ -1,154 +1,45 @@
 """Block pool of the paged KV cache: which sequences own each block, and which blocks still hold a cached prefix.
 
 Ids and reference counts, in plain integers. A free block may still hold a prefix: it counts as free, and the allocator
-evicts it when no blank one is left. `CacheFeed` keeps the changes of the prefix cache for one listener.
+evicts it when no blank one is left.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Final, Protocol
 
-from holdfast.worker.block_hash import next_hash, root_hash, short_hash, short_snapshot
 from holdfast.worker.cache.pins import Pins
-from holdfast.worker.step_update import CacheChanges
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockStored:
-    """A prefix that ends with this block is cached from now on."""
-
-    block_hash: bytes
-    parent_hash: bytes
-    """Hash of the block before it, or `root_hash` of tenant and salt."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockEvicted:
-    """This block is not cached any more."""
-
-    block_hash: bytes
-
-
-CacheEvent = BlockStored | BlockEvicted
-
-
-class HashChain:
-    """The hashes of one sequence's full blocks. Each is worked out once, when it is first asked for."""
-
-    __slots__ = ("_hashes",)
-
-    def __init__(self, salt: str, tenant: str = "", adapter: str = "") -> None:
-        self._hashes = [root_hash(salt, tenant, adapter)]
-
-    def hash_of(self, index: int, token_ids: Sequence[int], block_size: int) -> bytes:
-        """Hash of block number `index`, -1 for the root. `token_ids` are all of the sequence's, and fill that block."""
-        while len(self._hashes) < index + 2:
-            start = (len(self._hashes) - 1) * block_size
-            self._hashes.append(next_hash(self._hashes[-1], token_ids[start : start + block_size]))
-        return self._hashes[index + 1]
-
-
-class PrefixCache:
-    """The blocks that can be shared: a table from hash to block and back. Every call costs O(1) per block.
-
-    A hash has one block. Two sequences that compute the same block side by side keep their own copies; the first copy
-    is the one that others find. Disabled, nothing is ever stored and nothing hashed.
-    """
-
-    def __init__(self, block_size: int, *, enabled: bool) -> None:
-        self.enabled = enabled
-        self.num_evictions = 0
-        self._block_size = block_size
-        self._block_ids: dict[bytes, int] = {}
-        self._contents: dict[int, BlockStored] = {}
-        self._changes: dict[bytes, CacheEvent] | None = None  # since they were last taken; None until then
-
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._contents
-
-    def hash_in(self, block_id: int) -> bytes | None:
-        """The hash by which the block is found; None if it is not cached."""
-        content = self._contents.get(block_id)
-        return content.block_hash if content else None
-
-    @property
-    def block_hashes(self) -> Iterable[bytes]:
-        """The hashes of all cached blocks."""
-        return self._block_ids.keys()
-
-    def find(self, chain: HashChain, token_ids: Sequence[int], max_num_blocks: int) -> list[int]:
-        """The blocks of the longest prefix of `token_ids` that is stored, up to so many full blocks."""
-        block_ids: list[int] = []
-        for index in range(max_num_blocks if self.enabled else 0):
-            block_id = self._block_ids.get(chain.hash_of(index, token_ids, self._block_size))
-            if block_id is None:
-                break
-            block_ids.append(block_id)
-        return block_ids
-
-    def block_of(self, block_hash: bytes) -> int | None:
-        """The block that is found by this hash."""
-        return self._block_ids.get(block_hash)
-
-    def place_of(self, chain: HashChain, token_ids: Sequence[int], index: int) -> int | None:
-        """Place that holds block number `index` of a sequence; None if none does."""
-        return self._block_ids.get(chain.hash_of(index, token_ids, self._block_size)) if self._block_ids else None
-
-    def store(self, block_id: int, chain: HashChain, token_ids: Sequence[int], index: int) -> None:
-        """Block number `index` of a sequence is computed and in `block_id`, which is not written to again."""
-        if not self.enabled:
-            return
-        assert block_id not in self._contents, f"block {block_id} is stored and was written to again"
-        block_hash = chain.hash_of(index, token_ids, self._block_size)
-        if block_hash in self._block_ids:
-            return
-        content = BlockStored(block_hash=block_hash, parent_hash=chain.hash_of(index - 1, token_ids, self._block_size))
-        self._block_ids[block_hash] = block_id
-        self._contents[block_id] = content
-        self._note(content, BlockEvicted)
-
-    def evict(self, block_id: int) -> None:
-        """The block is handed out for other tokens."""
-        self.num_evictions += 1
-        self.forget(block_id)
-
-    def forget(self, block_id: int) -> None:
-        """Removes the block's content from the index."""
-        block_hash = self._contents.pop(block_id).block_hash
-        del self._block_ids[block_hash]
-        self._note(BlockEvicted(block_hash=block_hash), BlockStored)
-
-    def take_events(self) -> list[CacheEvent]:
-        """The events since the last call; at the first call, all blocks that are stored.
-
-        A block that was stored and evicted in between is left out, so what is kept is bounded by the number of blocks.
-        Nothing is kept before the first call.
-        """
-        events: list[CacheEvent] = list(self._contents.values() if self._changes is None else self._changes.values())
-        self._changes = {}
-        return events
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless the tables and the untold changes agree. O(stored blocks)."""
-        mirrored = {content.block_hash: block_id for block_id, content in self._contents.items()}
-        assert mirrored == self._block_ids, "the tables of hashes and of blocks differ"
-        for block_hash, event in (self._changes or {}).items():
-            is_stored = block_hash in self._block_ids
-            assert isinstance(event, BlockStored) == is_stored, f"{event} is pending, and the block is in another state"
-
-    def _note(self, event: CacheEvent, opposite: type[CacheEvent]) -> None:
-        """Record a change for the next report. A change and its opposite in one report cancel out."""
-        if self._changes is None:
-            return
-        if isinstance(self._changes.get(event.block_hash), opposite):
-            del self._changes[event.block_hash]
-        else:
-            self._changes[event.block_hash] = event
-
+from holdfast.worker.cache.prefix_cache import PrefixCache
 
 LASTING_SHARE: Final = 0.75
 """Share of the blocks up to which those of extended prefixes outlive all others."""
+
+
+Age = tuple[int, int]
+"""When what is cached is evicted, the least first: which of three lines it stands in, and since when."""
+
+
+class Lodger(Protocol):
+    """Owner of blocks for something else than keys and values, which gives them back before what is younger."""
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that it would give back for others."""
+        ...
+
+    @property
+    def num_lasting(self) -> int:
+        """Idle blocks that it gives back late."""
+        ...
+
+    def make_way(self, age: Age | None) -> bool:
+        """Gives back the blocks of its oldest thing, if that is older than this. False: it has none."""
+        ...
+
+    def note_evicted(self, block_hash: bytes) -> None:
+        """The block of this hash was evicted."""
+        ...
 
 
 class BlockAllocator:
@@ -162,9 +53,15 @@ class BlockAllocator:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, prefix_caching: bool = False, max_num_pins: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = False,
+        max_num_pins: int = 0,
+        clock: Iterator[int] | None = None,
     ) -> None:
-        """`max_num_pins`: blocks that a tenant may have pinned."""
+        """`max_num_pins`: blocks that a tenant may have pinned. `clock`: that of another, to compare ages with."""
         assert num_blocks > 0, f"{num_blocks = } must be positive"
         assert block_size > 0, f"{block_size = } must be positive"
         self.num_blocks = num_blocks
@@ -175,25 +72,45 @@ class BlockAllocator:
         # A stack with the lowest id on top. Blocks freed together come out together and in the same order, so that
         # sequences hold runs of neighbours, which are gathered faster, and the blocks used last are still cached.
         self._blank = list(reversed(range(num_blocks)))
-        # Cached blocks without an owner, the next to be evicted first. Not a dict, which looks past all that it has
-        # lost to find its first.
-        self._evictable: OrderedDict[int, None] = OrderedDict()
-        self._lasting: OrderedDict[int, None] = OrderedDict()  # likewise, those whose prefix was extended before
-        self._kept: OrderedDict[int, None] = OrderedDict()  # likewise, those that are pinned
+        # Cached blocks without an owner, the next to be evicted first, and since when. Not a dict, which looks past
+        # all that it has lost to find its first.
+        self._evictable: OrderedDict[int, int] = OrderedDict()
+        self._lasting: OrderedDict[int, int] = OrderedDict()  # likewise, those whose prefix was extended before
+        self._kept: OrderedDict[int, int] = OrderedDict()  # likewise, those that are pinned
         self._extended: set[int] = set()  # cached blocks of extended prefixes, with or without an owner
         self._most_lasting = int(LASTING_SHARE * num_blocks)
         self.pins = Pins(max_num_pins)
         """To be read only."""
+        self.clock = count() if clock is None else clock
+        self.lodger: Lodger | None = None
 
     @property
     def num_free(self) -> int:
-        """Blocks without an owner, those that still hold a prefix among them."""
-        return len(self._blank) + len(self._evictable) + len(self._lasting) + len(self._kept)  # asked in every turn
+        """Blocks that can be had: without an owner, those that still hold a prefix among them, or with a lodger who
+        gives them back.
+        """
+        own = len(self._blank) + len(self._evictable) + len(self._lasting) + len(self._kept)  # asked in every turn
+        return own if self.lodger is None else own + self.lodger.num_idle
+
+    @property
+    def oldest(self) -> Age | None:
+        """Age of the next cached block to be evicted; None: none is."""
+        lines = enumerate((self._evictable, self._lasting, self._kept))
+        return next(((number, next(iter(line.values()))) for number, line in lines if line), None)
 
     @property
     def num_cached(self) -> int:
         """Free blocks that still hold a prefix."""
         return len(self._evictable) + len(self._lasting) + len(self._kept)
+
+    @property
+    def num_blank(self) -> int:
+        return len(self._blank)
+
+    @property
+    def num_lasting(self) -> int:
+        """Cached blocks of extended prefixes without an owner."""
+        return len(self._lasting)
 
     @property
     def num_used(self) -> int:
@@ -223,15 +140,39 @@ class BlockAllocator:
         block_ids = self._blank[num_left:]
         del self._blank[num_left:]
         while len(block_ids) < num_blocks:
-            block_id, _ = (self._evictable or self._lasting or self._kept).popitem(last=False)
-            self.pins.drop(block_id)
-            self._extended.discard(block_id)
-            self._cache_of(block_id).evict(block_id)
-            block_ids.append(block_id)
+            if not self._blank:
+                self.evict_next()
+            block_ids.append(self._blank.pop())
         block_ids.reverse()
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
         return block_ids
+
+    def evict_next(self) -> int | None:
+        """Makes the oldest cached block blank and returns it; or those that a lodger has for something older."""
+        if self.lodger is not None and self.lodger.make_way(self.oldest):
+            return None
+        block_id, _ = (self._evictable or self._lasting or self._kept).popitem(last=False)
+        self.pins.drop(block_id)
+        self._extended.discard(block_id)
+        self._evict(block_id)
+        self._blank.append(block_id)
+        return block_id
+
+    def lend(self, num_blocks: int) -> list[int]:
+        """Like `allocate`, for the lodger: blank blocks that others would get last."""
+        while len(self._blank) < num_blocks:
+            self.evict_next()
+        block_ids, self._blank = self._blank[:num_blocks], self._blank[num_blocks:]
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+        return block_ids
+
+    def take_back(self, block_ids: Sequence[int]) -> None:
+        """Blocks that were lent are blank again, and are handed out after all that are blank now."""
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 0
+        self._blank[:0] = block_ids
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Add one owner to each of these blocks, which are allocated or cached."""
@@ -256,19 +197,20 @@ class BlockAllocator:
             if self._ref_counts[block_id] > 0:
                 continue
             if block_id in self.pins.by_block:
-                self._kept[block_id] = None
+                self._kept[block_id] = next(self.clock)
             elif self.is_cached(block_id):
                 if is_extended:
                     self._extended.add(block_id)
-                self._line_of(block_id)[block_id] = None
+                self._line_of(block_id)[block_id] = -1 if evict_first else next(self.clock)
                 if evict_first:
                     self._line_of(block_id).move_to_end(block_id, last=False)
             else:
                 self._blank.append(block_id)
-        while len(self._lasting) > self._most_lasting:  # the oldest of them is as others are from now on
+        most = self._most_lasting - (0 if self.lodger is None else self.lodger.num_lasting)
+        while len(self._lasting) > max(0, most):  # the oldest of them is as others are from now on
             block_id, _ = self._lasting.popitem(last=False)
             self._extended.discard(block_id)
-            self._evictable[block_id] = None
+            self._evictable[block_id] = next(self.clock)
 
     def make_blank(self, block_id: int) -> None:
         """Drops the content of a cached block without an owner."""
@@ -277,6 +219,7 @@ class BlockAllocator:
         del line[block_id]
         self.pins.drop(block_id)
         self._extended.discard(block_id)
+        self._note_lost(block_id)
         self._cache_of(block_id).forget(block_id)
         self._blank.append(block_id)
 
@@ -285,7 +228,7 @@ class BlockAllocator:
         if self.ref_count(block_id):
             self.pins.drop(block_id)
             self._extended.discard(block_id)
-            self._cache_of(block_id).evict(block_id)
+            self._evict(block_id)
         else:
             self.make_blank(block_id)
 
@@ -297,7 +240,7 @@ class BlockAllocator:
                 for line in (self._evictable, self._lasting):
                     if block_id in line:
                         del line[block_id]
-                        self._kept[block_id] = None
+                        self._kept[block_id] = next(self.clock)
         self._release(gave_way)
 
     def end_pins(self, now: float) -> None:
@@ -345,9 +288,17 @@ class BlockAllocator:
         for block_id in block_ids:
             if block_id in self._kept:
                 del self._kept[block_id]
-                self._line_of(block_id)[block_id] = None
+                self._line_of(block_id)[block_id] = next(self.clock)
 
-    def _line_of(self, block_id: int) -> OrderedDict[int, None]:
+    def _evict(self, block_id: int) -> None:
+        self._note_lost(block_id)
+        self._cache_of(block_id).evict(block_id)
+
+    def _note_lost(self, block_id: int) -> None:
+        if self.lodger is not None and (block_hash := self._cache_of(block_id).hash_in(block_id)) is not None:
+            self.lodger.note_evicted(block_hash)
+
+    def _line_of(self, block_id: int) -> OrderedDict[int, int]:
         """Line of eviction in which a cached block without an owner stands."""
         if block_id in self.pins.by_block:
             return self._kept
@@ -356,37 +307,3 @@ class BlockAllocator:
     def _cache_of(self, block_id: int) -> PrefixCache:
         """The cache that finds a block."""
         return next(cache for cache in self._caches if block_id in cache)
-
-
-class CacheFeed:
-    """The prefix-cache changes that one listener has not been sent yet: first the whole cache, then what changed.
-
-    A block's latest event replaces an earlier one, so events need no order, and what is kept is bounded by the number
-    of blocks that were stored or evicted since the last `take`.
-    """
-
-    def __init__(self, block_hashes: Iterable[bytes], snapshot_hashes: Iterable[bytes] = ()) -> None:
-        """`block_hashes` are those of all blocks in the cache now; `snapshot_hashes` those of blocks with a snapshot
-        behind them, of a model that keeps states.
-        """
-        self._is_stored = dict.fromkeys(map(short_hash, block_hashes), True)
-        self._is_stored |= {short_snapshot(short_hash(one)): True for one in snapshot_hashes}
-
-    def note(self, events: Iterable[CacheEvent], snapshots: Iterable[CacheEvent] = ()) -> None:
-        """Take in the events since the last call, in order, and those of snapshots."""
-        for event in events:
-            self._is_stored[short_hash(event.block_hash)] = isinstance(event, BlockStored)
-        for event in snapshots:
-            self._is_stored[short_snapshot(short_hash(event.block_hash))] = isinstance(event, BlockStored)
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self._is_stored)
-
-    def take(self) -> CacheChanges:
-        """The changes since the last call."""
-        changes, self._is_stored = self._is_stored, {}
-        return CacheChanges(
-            stored=[block for block, is_stored in changes.items() if is_stored],
-            evicted=[block for block, is_stored in changes.items() if not is_stored],
-        )

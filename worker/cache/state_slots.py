@@ -3,12 +3,14 @@
 A model may have layers that keep a state of fixed size in place of keys and values (docs/state-cache.md). A sequence
 that runs owns one slot for the states of all of them. A slot without an owner may hold a snapshot: the state behind the
 first blocks of some sequence, found by the same hash as the last of these blocks. Slots are handed out and evicted as
-blocks are.
+blocks are, and from the same memory: a slot in use takes the place of as many blocks of keys and values as weigh no
+less, and what has been unused for longest makes way, be it a block or a snapshot.
 """
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.worker.cache.block_pool import BlockAllocator, CacheEvent, HashChain
+from holdfast.worker.cache.block_pool import Age, BlockAllocator
+from holdfast.worker.cache.prefix_cache import CacheEvent, HashChain
 from holdfast.worker.step_plan import StateCopy
 
 
@@ -19,14 +21,35 @@ class StateSlots:
     slot held at the call, also where another sequence has the slot by then.
     """
 
-    def __init__(self, num_slots: int, block_size: int, *, prefix_caching: bool, max_num_pins: int = 0) -> None:
-        """`max_num_pins`: snapshots that a tenant may have pinned."""
+    def __init__(
+        self,
+        num_slots: int,
+        blocks: BlockAllocator,
+        *,
+        blocks_per_slot: int = 0,
+        prefix_caching: bool,
+        max_num_pins: int = 0,
+    ) -> None:
+        """`blocks_per_slot`: blocks of keys and values that a slot takes the place of; 0: slots have memory of their
+        own. `max_num_pins`: snapshots that a tenant may have pinned.
+        """
         self._allocator = BlockAllocator(
-            num_slots, block_size, prefix_caching=prefix_caching, max_num_pins=max_num_pins
+            num_slots,
+            blocks.block_size,
+            prefix_caching=prefix_caching,
+            max_num_pins=max_num_pins,
+            clock=blocks.clock,
         )
         self._cache = self._allocator.prefix_cache
         self._copies: list[StateCopy] = []
         self.keeps_snapshots = prefix_caching
+        self.blocks_per_slot = blocks_per_slot
+        self._blocks = blocks
+        self._lent: dict[int, list[int]] = {}  # by slot, the blocks that it takes the place of
+        self._idle_blocks: set[int] = set()  # lent since memory was last given back
+        self._idle_slots: set[int] = set()  # blank since then
+        if blocks_per_slot:
+            blocks.lodger = self
 
     @property
     def num_slots(self) -> int:
@@ -34,8 +57,10 @@ class StateSlots:
 
     @property
     def num_free(self) -> int:
-        """Slots without an owner, those with a snapshot among them."""
-        return self._allocator.num_free
+        """Slots that can be had: without an owner, those with a snapshot among them, as far as there is memory."""
+        if not self.blocks_per_slot:
+            return self._allocator.num_free
+        return min(self._allocator.num_free, self._blocks.num_free // self.blocks_per_slot)
 
     @property
     def num_cached(self) -> int:
@@ -71,14 +96,19 @@ class StateSlots:
 
     def take(self) -> int:
         """A slot for a sequence that begins. Its contents are undefined."""
+        if not self._allocator.num_blank:
+            self._evict_next()
+        lent = self._blocks.lend(self.blocks_per_slot) if self.blocks_per_slot else []
         (slot,) = self._allocator.allocate(1)
+        if lent:
+            self._lent[slot] = lent
+            self._idle_blocks.update(lent)
+            self._idle_slots.discard(slot)
         return slot
 
     def take_copy(self, source: int) -> int:
         """A slot with the state that is in `source`: a snapshot's, or that of a sequence that runs."""
-        if self._allocator.ref_count(source) == 0:  # used last, so that it is evicted last
-            self._allocator.share([source])
-            self._allocator.free([source])
+        self._use(source)
         slot = self.take()
         if slot != source:  # else it was the last free one, and is the sequence's own from now on
             self._copies.append((source, slot))
@@ -86,11 +116,23 @@ class StateSlots:
 
     def give_back(self, slot: int) -> None:
         """The sequence has ended, or is preempted."""
-        self._allocator.free([slot])
+        self._free(slot)
 
-    def keep(self, slot: int, chain: HashChain, token_ids: Sequence[int], num_blocks: int) -> bool:
+    def renew(
+        self, chain: HashChain, token_ids: Sequence[int], num_blocks: Iterable[int], *, is_extended: bool
+    ) -> None:
+        """The snapshots behind so many blocks count as used now, the last as used last. `is_extended` as of
+        `BlockAllocator.free`.
+        """
+        for count in num_blocks:
+            if (slot := self._cache.place_of(chain, token_ids, count - 1)) is not None:
+                self._use(slot, is_extended=is_extended)
+
+    def keep(
+        self, slot: int, chain: HashChain, token_ids: Sequence[int], num_blocks: int, *, is_extended: bool = False
+    ) -> bool:
         """Copies the state in `slot`, which is that behind so many full blocks, to be found by their hash. False where
-        there is one already, or no slot is free.
+        there is one already, or no slot is free. `is_extended` as of `BlockAllocator.free`.
         """
         if not self.keeps_snapshots or not self.num_free:
             return False
@@ -99,7 +141,7 @@ class StateSlots:
         kept = self.take()
         self._copies.append((slot, kept))
         self._cache.store(kept, chain, token_ids, num_blocks - 1)
-        self._allocator.free([kept])
+        self._free(kept, is_extended=is_extended)
         return True
 
     def drop(self, chain: HashChain, token_ids: Sequence[int], num_blocks: int) -> None:
@@ -107,6 +149,7 @@ class StateSlots:
         slot = self._cache.place_of(chain, token_ids, num_blocks - 1)
         if slot is not None:
             self._allocator.make_blank(slot)
+            self._vacate(slot)
 
     def put(self, slot: int, chain: HashChain, token_ids: Sequence[int], num_blocks: int) -> None:
         """A slot that was taken holds the state behind so many blocks, to be found by their hash, and has no owner any
@@ -114,7 +157,7 @@ class StateSlots:
         """
         if self._cache.place_of(chain, token_ids, num_blocks - 1) is None:
             self._cache.store(slot, chain, token_ids, num_blocks - 1)
-        self._allocator.free([slot])
+        self._free(slot)
 
     def holder_of(self, block_hash: bytes) -> int | None:
         """The slot with the state of a snapshot, by its hash, as slots are before the next step's copies are made."""
@@ -138,14 +181,81 @@ class StateSlots:
         copies, self._copies = tuple(self._copies), []
         return copies
 
+    def take_idle(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Blocks and slots that hold nothing behind the copies that are due, and whose memory is to be given back for
+        others; each is returned once.
+        """
+        idle = tuple(sorted(self._idle_blocks)), tuple(sorted(self._idle_slots))
+        self._idle_blocks.clear()
+        self._idle_slots.clear()
+        return idle
+
     def forget_cached(self) -> None:
         """Forgets all snapshots. No slot may have an owner."""
         self._allocator.forget_cached()
+        for slot in list(self._lent):
+            self._vacate(slot)
+
+    # --- as the lodger of blocks ---
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks in whose place snapshots are."""
+        return self.blocks_per_slot * self._allocator.num_cached
+
+    @property
+    def num_lasting(self) -> int:
+        """Blocks in whose place snapshots of extended prefixes are."""
+        return self.blocks_per_slot * self._allocator.num_lasting
+
+    def make_way(self, age: Age | None) -> bool:
+        """Evicts the oldest snapshot, if it is older than this."""
+        oldest = self._allocator.oldest
+        if oldest is None or (age is not None and age < oldest):
+            return False
+        self._evict_next()
+        return True
+
+    def note_evicted(self, block_hash: bytes) -> None:
+        """Evicts the snapshot behind a block that was evicted: it cannot be reached without it."""
+        if (slot := self._cache.block_of(block_hash)) is not None and self._allocator.ref_count(slot) == 0:
+            self._allocator.forget(slot)
+            self._vacate(slot)
+
+    def _use(self, slot: int, *, is_extended: bool = False) -> None:
+        """A snapshot is evicted after all others of its kind now."""
+        if self._allocator.ref_count(slot) == 0:
+            self._allocator.share([slot])
+            self._allocator.free([slot], is_extended=is_extended)
+
+    def _evict_next(self) -> None:
+        slot = self._allocator.evict_next()
+        assert slot is not None, "nobody lodges with slots"
+        self._vacate(slot)
+
+    def _free(self, slot: int, *, is_extended: bool = False) -> None:
+        self._allocator.free([slot], is_extended=is_extended)
+        if not self._allocator.is_cached(slot):
+            self._vacate(slot)
+
+    def _vacate(self, slot: int) -> None:
+        """The slot is blank: blocks have their place again."""
+        if (lent := self._lent.pop(slot, None)) is not None:
+            self._blocks.take_back(lent)
+            self._idle_blocks.difference_update(lent)
+            self._idle_slots.add(slot)
+
+    # --- state ---
+
+    @property
+    def lent(self) -> Iterable[int]:
+        """Blocks that slots take the place of."""
+        return (block_id for lent in self._lent.values() for block_id in lent)
 
     def stats(self) -> dict[str, int]:
         """Counts by their names in `EngineStats`."""
         return {
-            "num_used_slots": self.num_slots - self.num_free,
+            "num_used_slots": self._allocator.num_used,
             "num_cached_slots": self.num_cached,
             "num_total_slots": self.num_slots,
             "num_snapshot_evictions": self.num_evictions,
@@ -160,3 +270,6 @@ class StateSlots:
             expected[slot] += 1
         assert owners == expected, f"slots have {owners} owners, and {expected} were counted"
         assert max(expected, default=0) <= 1, "two sequences have one slot"
+        busy = {slot for slot in range(self.num_slots) if owners[slot] or self._allocator.is_cached(slot)}
+        lent = self._lent.keys() if self.blocks_per_slot else busy
+        assert lent == busy, f"slots {sorted(lent ^ busy)} are blank in the place of blocks, or busy and in none"

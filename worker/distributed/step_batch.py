@@ -24,7 +24,7 @@ from holdfast.worker.step_plan import BlockCopy, DecodeRows, ScheduledSequence, 
 
 IntArray = NDArray[np.int64]
 
-_HEADER_WORDS: Final = 15
+_HEADER_WORDS: Final = 17
 
 _NO_ROWS: Final = np.zeros(0, dtype=np.int64)
 _NO_COPIES: Final = np.zeros((3, 0), dtype=np.int64)
@@ -63,6 +63,10 @@ class StepBatch:
     those of them that were right, so the state before each of them can be had again. Empty like `state_slots`."""
     state_copies: IntArray = field(default_factory=lambda: _NO_STATE_COPIES)
     """[2, D] sources and destinations among the slots, to be copied before the step, one after the other."""
+    idle_blocks: IntArray = field(default_factory=lambda: _NO_ROWS)
+    """Blocks, ascending, whose memory is given back after the copies."""
+    idle_slots: IntArray = field(default_factory=lambda: _NO_ROWS)
+    """Likewise slots."""
     window_block_ids: IntArray = field(default_factory=lambda: _NO_ROWS)
     """The sequences' block tables of layers with a window, one after the other, where these have blocks of their own;
     else empty: they have the same blocks as all.
@@ -145,6 +149,8 @@ class StepBatch:
             state_slots=state_slots,
             num_drafts=num_drafts,
             state_copies=_state_copies(plan) if plan.state_copies else _NO_STATE_COPIES,
+            idle_blocks=np.array(plan.idle_blocks, dtype=np.int64) if plan.idle_blocks else _NO_ROWS,
+            idle_slots=np.array(plan.idle_slots, dtype=np.int64) if plan.idle_slots else _NO_ROWS,
             adapter_slots=_adapter_slots(plan) if plan.has_adapters else _NO_ROWS,
             with_logits=with_logits,
             with_masses=with_logits and plan.asks_for_logprobs,
@@ -166,6 +172,8 @@ class StepBatch:
             len(self.window_block_ids),
             self.window_copies.shape[1],
             len(self.adapter_slots),
+            len(self.idle_blocks),
+            len(self.idle_slots),
             self.step_id,
             self.with_logits,
             self.with_masses,
@@ -175,7 +183,8 @@ class StepBatch:
         states = (self.state_slots, self.num_drafts, self.state_copies.ravel())
         windows = (self.num_window_blocks, self.window_block_ids, self.window_copies.ravel())
         rest = (self.token_ids, self.block_ids, self.block_copies.ravel(), prompt_rows, *states, *windows)
-        return np.concatenate((np.array(header, dtype=np.int64), *of_sequences, *rest, self.adapter_slots))
+        last = (self.adapter_slots, self.idle_blocks, self.idle_slots)
+        return np.concatenate((np.array(header, dtype=np.int64), *of_sequences, *rest, *last))
 
     @property
     def is_decode(self) -> bool:
@@ -193,19 +202,19 @@ class StepBatch:
         """The step that was packed. Its fields are views of `packed` where they can be."""
         header = packed[:_HEADER_WORDS].tolist()
         num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, num_slots, num_states, *rest = header
-        num_windows, total_window_blocks, num_window_copies, num_adapter_slots, step_id, *flags, num_steps = rest
+        num_windows, total_window_blocks, num_window_copies, num_adapter_slots, *rest = rest
+        num_idle_blocks, num_idle_slots, step_id, *flags, num_steps = rest
         with_logits, with_masses = flags
         sizes = [num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_prompt_rows]
         sizes += [num_slots, num_slots, 2 * num_states, num_windows, total_window_blocks, 3 * num_window_copies]
-        sizes.append(num_adapter_slots)
+        sizes += [num_adapter_slots, num_idle_blocks, num_idle_slots]
         parts, start = [], _HEADER_WORDS
         for size in sizes:
             parts.append(packed[start : start + size])
             start += size
         first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, prompt_rows, *states = parts
-        state_slots, num_drafts, state_copies, num_window_blocks, window_block_ids, window_copies, adapter_slots = (
-            states
-        )
+        state_slots, num_drafts, state_copies, num_window_blocks, window_block_ids, window_copies, *last = states
+        adapter_slots, idle_blocks, idle_slots = last
         return cls(
             step_id=step_id,
             token_ids=token_ids,
@@ -222,6 +231,8 @@ class StepBatch:
             num_window_blocks=num_window_blocks,
             window_block_ids=window_block_ids,
             window_copies=window_copies.reshape(3, num_window_copies),
+            idle_blocks=idle_blocks,
+            idle_slots=idle_slots,
             adapter_slots=adapter_slots,
             with_logits=with_logits != 0,
             with_masses=with_masses != 0,

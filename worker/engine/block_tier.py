@@ -12,7 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from holdfast.worker.cache.block_pool import BlockAllocator, BlockEvicted, BlockStored, CacheEvent
+from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.prefix_cache import BlockEvicted, BlockStored, CacheEvent
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.engine.restores import Restores
 from holdfast.worker.engine.sendings import Sendings

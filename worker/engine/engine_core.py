@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from typing import Final, NamedTuple
 
 from holdfast.worker.block_hash import root_hash
-from holdfast.worker.cache.block_pool import CacheFeed
+from holdfast.worker.cache.prefix_cache import CacheFeed
 from holdfast.worker.engine.adapters import AdapterDesk, Waiting
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.request_guards import NonFiniteGuard, NumbersCheck, Suspects, no_numbers

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.worker.cache.block_pool import BlockAllocator, HashChain
+from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.engine.tier_mover import KV, STATE, Mover, TierShape
 from holdfast.worker.request import BlockSource, EngineRequest, Priority
@@ -173,8 +174,9 @@ class Restores:
         begun = [other for other in others if other.is_begun]
         if any(_order(other) < _order(restore) for other in others if not other.is_begun):
             return False
-        taken = sum(self._allocator.num_blocks_for(len(other.token_ids)) for other in begun)
-        return taken + self._allocator.num_blocks_for(len(restore.token_ids)) <= self._allocator.num_free
+        of_state = 0 if self._slots is None else self._slots.blocks_per_slot
+        needed = (self._allocator.num_blocks_for(len(one.token_ids)) + of_state for one in (*begun, restore))
+        return sum(needed) <= self._allocator.num_free
 
     def _is_due(self, restore: Restore, now: float) -> bool:
         """Whether it is given up, and what is missing is computed."""
@@ -351,7 +353,8 @@ class Restores:
             restore.has_failed = True
             return 0
         self._allocator.share(before)
-        if self._allocator.num_free < len(blocks):
+        of_slot = self._slots.blocks_per_slot if of_state and self._slots is not None else 0
+        if self._allocator.num_free < len(blocks) + of_slot:
             self._allocator.free(before)
             restore.has_failed = True
             return 0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from holdfast.worker.cache.block_pool import PrefixCache
+from holdfast.worker.cache.prefix_cache import PrefixCache
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.engine.tier_mover import KV, STATE, Mover, Place, TierShape
 

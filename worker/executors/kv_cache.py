@@ -117,6 +117,9 @@ class KVCache:
     def want_all(self) -> None:
         """All of this memory is meant to be used. Nothing is done: it is there."""
 
+    def take_late(self) -> None:
+        """Nothing is taken ahead."""
+
     def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
         """Copies the first `num_tokens` [C] slots of blocks to other ones in all layers, and clears their other slots.
 

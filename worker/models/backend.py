@@ -58,6 +58,10 @@ class BlockCache(Protocol):
         """Says that all blocks are meant to be used: their memory may be taken from the system before."""
         ...
 
+    def take_late(self) -> None:
+        """Says that states may be in the place of blocks: memory is taken where it is written to, and never before."""
+        ...
+
 
 class Backend(Protocol):
     """Runs the steps of one rank. All ranks of a group make the same calls."""

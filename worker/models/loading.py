@@ -16,7 +16,7 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.slices import largest_share, told_of_uneven
-from holdfast.worker.model_info import ModelInfo, Window, most_tokens
+from holdfast.worker.model_info import ModelInfo, Window, sequence_blocks
 from holdfast.worker.models.backend import Backend, BlockCache, LoadedBackend, load_backend
 from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_heads, check_kv_cache_dtype, check_own_dtype
@@ -24,12 +24,12 @@ from holdfast.worker.models.coded_bytes import memory_of_weights
 from holdfast.worker.models.draft_model import DraftModel
 from holdfast.worker.models.gguf.folder import source_of
 from holdfast.worker.models.memory import (
+    StateRoom,
     check_block_size,
     check_memory,
     check_num_blocks,
     check_weights,
     choose_num_blocks,
-    choose_num_slots,
     cpu_cache_bytes,
     default_block_size,
     gpu_cache_bytes,
@@ -94,14 +94,11 @@ def load_model(
     backend, facts, target = loaded.backend, loaded.facts, loaded.target
     check_own_dtype(config, str(target.dtype).removeprefix("torch."))
     draft = _load_draft(config, folder, loaded)
-    num_slots = _num_slots(config, backend, target)
     block_size, window = _block_sizes(config, backend, target, facts.max_model_len)
-    cache = _allocate_cache(config, backend, draft, target, facts.max_model_len, num_slots, block_size, window)
+    room = _state_room(config, backend, target, block_size, window)
+    cache = _allocate_cache(config, backend, draft, target, facts.max_model_len, room, block_size, window)
     if draft is not None:
         draft.allocate_cache(cache.num_blocks, cache.block_size)
-    num_tokens = most_tokens(cache.num_blocks, cache.block_size, window)
-    if num_tokens < facts.max_model_len:
-        logger.warning("the KV cache holds %d tokens, and the model could use %d", num_tokens, facts.max_model_len)
     info = ModelInfo(
         model=config.model.name,
         path=str(source_of(tokenizer_folder(config.model, folder))),
@@ -117,7 +114,8 @@ def load_model(
         kv_bytes_per_token=backend.block_bytes(block_size, window) // block_size,
         window_tokens=0 if window is None else window.num_tokens,
         window_block_size=0 if window is None else window.block_size,
-        num_state_slots=num_slots,
+        num_state_slots=room.num_slots(cache.num_blocks),
+        state_blocks=room.state_blocks,
         state_bytes=backend.state_bytes(config.speculation.max_num_drafts),
         quantization=quantization_of(folder, config.model.quantization) if has_weights else NOT_QUANTIZED,
         weight_bytes=memory_of_weights(config.model, folder, device.type) if has_weights else 0,
@@ -127,6 +125,8 @@ def load_model(
         checkpoint_digest=checkpoint_digest(folder, _weight_changes(config.model)),
         release=_release(),
     )
+    if info.most_tokens < facts.max_model_len:
+        logger.warning("the cache holds %d tokens, and the model could use %d", info.most_tokens, facts.max_model_len)
     return LoadedModel(backend=backend, cache=cache, info=info, draft=draft)
 
 
@@ -170,7 +170,7 @@ def reloaded_config(config: WorkerConfig, info: ModelInfo, folder: str) -> Worke
     found |= {"load_format": "auto", "revision": None, "tokenizer": info.path}
     block_size = min(info.block_size, info.window_block_size or info.block_size)
     cache = {"num_blocks": info.num_blocks, "block_size": block_size, "kv_cache_memory": None}
-    cache |= {"num_state_slots": info.num_state_slots or None}
+    cache |= {"num_state_slots": None if info.state_blocks else info.num_state_slots or None}
     speculation = config.speculation
     if speculation.speculative == "draft":  # states keep room for as many drafts as before
         drafts = {"speculative": "ngram", "num_speculative_tokens": speculation.max_num_drafts}
@@ -207,11 +207,16 @@ def _load_draft(config: WorkerConfig, folder: Path, loaded: LoadedBackend) -> Dr
     return DraftModel.load(config, folder, facts.vocab_size, target)
 
 
-def _num_slots(config: WorkerConfig, backend: Backend, target: Target) -> int:
-    """Slots for states, as many on every rank; 0 for a model that keeps none."""
+def _state_room(
+    config: WorkerConfig, backend: Backend, target: Target, block_size: int, window: Window | None
+) -> StateRoom:
+    """Room for states, the same on every rank: as many slots as all can have, of as many blocks as any needs."""
     state_bytes = backend.state_bytes(config.speculation.max_num_drafts)
-    cache_bytes = cpu_cache_bytes() if config.cache.kv_cache_memory is None else config.cache.kv_cache_memory
-    return smallest_of_all_ranks(choose_num_slots(config, cache_bytes, state_bytes), target.group, target.device)
+    if not state_bytes:
+        return StateRoom()
+    own = StateRoom.of(config, cpu_cache_bytes(), state_bytes, backend.block_bytes(block_size, window))
+    own_slots = smallest_of_all_ranks(own.own_slots, target.group, target.device)
+    return StateRoom(own_slots, -smallest_of_all_ranks(-own.state_blocks, target.group, target.device))
 
 
 def _block_sizes(
@@ -234,13 +239,13 @@ def _allocate_cache(
     draft: DraftModel | NextTokenLayer | None,
     target: Target,
     max_model_len: int,
-    num_slots: int,
+    room: StateRoom,
     block_size: int,
     window: Window | None,
 ) -> BlockCache:
     """The cache, with the same number of blocks on every rank, and memory left for the draft model's and for states."""
     num_drafts = config.speculation.max_num_drafts
-    state_bytes = num_slots * backend.state_bytes(num_drafts)
+    state_bytes = room.own_slots * backend.state_bytes(num_drafts)
     draft_bytes = draft.kv_bytes_per_token if draft is not None else 0
     block_bytes = backend.block_bytes(block_size, window) + draft_bytes * block_size
     most_blocks = None
@@ -251,10 +256,12 @@ def _allocate_cache(
         default_bytes = gpu_cache_bytes(target.device, activations, config.cache.gpu_memory_utilization)
     else:
         default_bytes = cpu_cache_bytes()
-        most_blocks = useful_blocks(config, block_size, max_model_len, window)
+        longest = sequence_blocks(max_model_len, block_size, window) + room.state_blocks
+        most_blocks = useful_blocks(config, longest)
     chosen = choose_num_blocks(config.cache, default_bytes, block_bytes, most_blocks, state_bytes)
     num_blocks = smallest_of_all_ranks(chosen, target.group, target.device)
-    check_num_blocks(num_blocks, block_bytes, block_size, window)  # only now: all ranks come to the same answer
+    smallest = sequence_blocks(block_size, block_size, window) + room.state_blocks
+    check_num_blocks(num_blocks, block_bytes, smallest)  # only now: all ranks come to the same answer
     if target.device.type == "cpu":
         left_bytes = smallest_of_all_ranks(available_memory(), target.group, target.device)
         check_memory(num_blocks, block_bytes, left_bytes - state_bytes)
@@ -265,10 +272,13 @@ def _allocate_cache(
         cache = backend.allocate_cache(num_blocks, block_size, window)
     except ValueError as error:
         raise ConfigurationError(f"cache.{error}") from error
-    if num_slots:
-        logger.info("states: %d slots, %d MiB", num_slots, state_bytes >> 20)
+    if num_slots := room.num_slots(num_blocks):
+        own = f"{state_bytes >> 20} MiB" if room.own_slots else f"each in the place of {room.state_blocks} blocks"
+        logger.info("states: %d slots, %s", num_slots, own)
         backend.allocate_states(num_slots, num_drafts)
-    if config.cache.kv_cache_memory is not None:
+    if room.state_blocks:
+        cache.take_late()
+    elif config.cache.kv_cache_memory is not None:
         cache.want_all()
     return cache
 

@@ -4,6 +4,7 @@ sizes are bytes of one rank; of the one with most, where shares differ.
 
 import errno
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -102,25 +103,29 @@ class MemoryEstimator:
 
     def default_cache_bytes(self, config: WorkerConfig, default_bytes: int, *, is_gpu: bool) -> int:
         """Memory of the cache that loading would choose where `default_bytes` are there for it."""
-        most_blocks = None if is_gpu else useful_blocks(config, self.block_size, self.max_model_len, self.window)
-        states = self.num_slots(config, default_bytes) * self.state_bytes
-        num_blocks = choose_num_blocks(config.cache, default_bytes, self.block_bytes, most_blocks, states)
-        return num_blocks * self.block_bytes + states
+        room = self.state_room(config, default_bytes)
+        needed = sequence_blocks(self.max_model_len, self.block_size, self.window) + room.state_blocks
+        own = room.own_slots * self.state_bytes
+        most_blocks = None if is_gpu else useful_blocks(config, needed)
+        num_blocks = choose_num_blocks(config.cache, default_bytes, self.block_bytes, most_blocks, own)
+        return num_blocks * self.block_bytes + own
 
-    def num_slots(self, config: WorkerConfig, default_bytes: int) -> int:
-        """Slots for states that loading would choose where `default_bytes` are there for the cache."""
-        cache_bytes = default_bytes if config.cache.kv_cache_memory is None else config.cache.kv_cache_memory
-        return choose_num_slots(config, cache_bytes, self.state_bytes)
+    def state_room(self, config: WorkerConfig, default_bytes: int) -> "StateRoom":
+        """Room for states as loading would choose it if `default_bytes` are there for the cache."""
+        return StateRoom.of(config, default_bytes, self.state_bytes, self.block_bytes)
 
-    def num_blocks(self, cache_bytes: int, num_slots: int = 0) -> int:
-        """Blocks that fit into this much memory for the cache, beside so many states."""
-        return max(0, cache_bytes - num_slots * self.state_bytes) // max(1, self.block_bytes)
+    def num_blocks(self, cache_bytes: int, room: "StateRoom | None" = None) -> int:
+        """Blocks that fit into this much memory for the cache, beside slots with memory of their own."""
+        own = 0 if room is None else room.own_slots * self.state_bytes
+        return max(0, cache_bytes - own) // max(1, self.block_bytes)
 
-    def num_sequences(self, cache_bytes: int, num_tokens: int, num_slots: int = 0) -> int:
+    def num_sequences(self, cache_bytes: int, num_tokens: int, room: "StateRoom | None" = None) -> int:
         """Sequences of `num_tokens`, prompt and output together, that fit at the same time."""
+        num_blocks = self.num_blocks(cache_bytes, room)
         needed = sequence_blocks(num_tokens, self.block_size, self.window)
-        fitting = self.num_blocks(cache_bytes, num_slots) // needed
-        return min(fitting, num_slots) if self.state_bytes else fitting
+        if room is None or not self.state_bytes:
+            return num_blocks // needed
+        return min(num_blocks // (needed + room.state_blocks), room.num_slots(num_blocks))
 
 
 def default_block_size(device: torch.device) -> int:
@@ -152,9 +157,11 @@ def gpu_cache_bytes(device: torch.device, activation_bytes: int, utilization: fl
     return int(total * utilization) - (total - free) - activation_bytes
 
 
-def useful_blocks(config: WorkerConfig, block_size: int, max_model_len: int, window: Window | None) -> int:
-    """Blocks beyond which a larger cache does little: for a small model, far fewer than fit its memory."""
-    running = config.scheduler.max_num_seqs * sequence_blocks(max_model_len, block_size, window)
+def useful_blocks(config: WorkerConfig, longest: int) -> int:
+    """Blocks beyond which a larger cache does little, if the longest sequence takes so many: for a small model, far
+    fewer than fit its memory.
+    """
+    running = config.scheduler.max_num_seqs * longest
     return max(MIN_BLOCKS, running * (PREFIX_CACHE_FACTOR if config.cache.enable_prefix_caching else 1))
 
 
@@ -162,7 +169,7 @@ def choose_num_blocks(
     config: CacheConfig, default_bytes: int, block_bytes: int, most_blocks: int | None, state_bytes: int = 0
 ) -> int:
     """Blocks of this rank's cache: as set, or as many as fit the memory that is set, or the default memory, beside
-    `state_bytes` of states.
+    `state_bytes` of states with memory of their own.
 
     `most_blocks` bounds the default where more would do little. The result may be too small to work with.
     """
@@ -175,28 +182,44 @@ def choose_num_blocks(
     return num_blocks if most_blocks is None else min(num_blocks, most_blocks)
 
 
-STATE_SHARE: Final = 0.5
-"""Largest share of the cache's memory for states of sequences: keys and values have the rest."""
-
 MIN_SLOTS: Final = 2
 """Like `MIN_BLOCKS`."""
 
 
-def choose_num_slots(config: WorkerConfig, cache_bytes: int, state_bytes: int) -> int:
-    """Slots for states of `state_bytes` each: as set, or as many as running sequences and the snapshots of cached
-    prefixes can use, in at most `STATE_SHARE` of this much memory. 0 for a model that keeps no states.
+@dataclass(frozen=True, slots=True)
+class StateRoom:
+    """Room for states of sequences: in the place of blocks of keys and values, or in memory of their own. Neither:
+    the model keeps none.
     """
-    if not state_bytes:
-        return 0
-    if config.cache.num_state_slots is not None:
-        return config.cache.num_state_slots
-    useful = config.scheduler.max_num_seqs * (PREFIX_CACHE_FACTOR if config.cache.enable_prefix_caching else 1)
-    return max(MIN_SLOTS, min(useful, int(cache_bytes * STATE_SHARE) // state_bytes))
+
+    own_slots: int = 0
+    """Slots with memory of their own: as many as are set, or all, where blocks have no size."""
+    state_blocks: int = 0
+    """Blocks that each other slot takes the place of: they weigh as much as a state, or a little more."""
+
+    @classmethod
+    def of(cls, config: WorkerConfig, default_bytes: int, state_bytes: int, block_bytes: int) -> "StateRoom":
+        """On a rank with `default_bytes` for the cache, unless the settings say how many."""
+        if not state_bytes:
+            return cls()
+        if config.cache.num_state_slots is not None:
+            return cls(own_slots=config.cache.num_state_slots)
+        if block_bytes:
+            return cls(state_blocks=-(-state_bytes // block_bytes))
+        cache_bytes = default_bytes if config.cache.kv_cache_memory is None else config.cache.kv_cache_memory
+        useful = config.scheduler.max_num_seqs * (PREFIX_CACHE_FACTOR if config.cache.enable_prefix_caching else 1)
+        return cls(own_slots=max(MIN_SLOTS, min(useful, cache_bytes // state_bytes)))
+
+    def num_slots(self, num_blocks: int) -> int:
+        """Slots beside, or in the place of, so many blocks."""
+        return self.own_slots or (num_blocks // self.state_blocks if self.state_blocks else 0)
 
 
-def check_num_blocks(num_blocks: int, block_bytes: int, block_size: int, window: Window | None = None) -> None:
-    """Refuses a cache that is too small. Raises `ConfigurationError`."""
-    fewest = MIN_BLOCKS * sequence_blocks(block_size, block_size, window)
+def check_num_blocks(num_blocks: int, block_bytes: int, smallest: int) -> None:
+    """Refuses a cache that is too small for `MIN_BLOCKS` sequences, of which the smallest takes so many blocks. Raises
+    `ConfigurationError`.
+    """
+    fewest = MIN_BLOCKS * smallest
     if num_blocks < fewest:
         raise ConfigurationError(
             f"the KV cache would have {max(num_blocks, 0)} blocks of {block_bytes} bytes, and needs {fewest}; "

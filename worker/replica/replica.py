@@ -144,6 +144,7 @@ class Replica:
             eos_token_ids=info.eos_token_ids,
             prefix_caching=config.cache.enable_prefix_caching,
             num_state_slots=info.num_state_slots,
+            state_blocks=info.state_blocks,
             window=info.window,
             drafter=speculation,
         )

@@ -110,9 +110,21 @@ def keep_state(sequence: Sequence, slots: StateSlots, block_size: int, first: in
     if sequence.num_rolling_blocks:  # the last one of the output takes the place of the one before
         slots.drop(sequence.hash_chain, sequence.token_ids, sequence.num_rolling_blocks)
         sequence.num_rolling_blocks = 0
-    is_kept = slots.keep(sequence.state_slot, sequence.hash_chain, sequence.token_ids, num_blocks)
+    is_extended = sequence.is_extended
+    is_kept = slots.keep(
+        sequence.state_slot, sequence.hash_chain, sequence.token_ids, num_blocks, is_extended=is_extended
+    )
     if is_kept and in_output and not is_spaced:
         sequence.num_rolling_blocks = num_blocks
+
+
+def renew_states(sequence: Sequence, slots: StateSlots, block_size: int) -> None:
+    """A sequence ends or is preempted: its blocks count as used now, and so do the snapshots behind them."""
+    if slots.keeps_snapshots:
+        counts = {position // block_size for position in (*sequence.cuts, sequence.num_cached_tokens)}
+        counts.add(sequence.num_rolling_blocks)
+        chain, is_extended = sequence.hash_chain, sequence.is_extended
+        slots.renew(chain, sequence.token_ids, sorted(counts - {0}), is_extended=is_extended)
 
 
 def states_left_by(scheduled: ScheduledSequence) -> int:

@@ -12,10 +12,11 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Final
 
-from holdfast.worker.cache.block_pool import BlockAllocator, HashChain
+from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.cache.window_blocks import WindowBlocks
-from holdfast.worker.scheduler.kept_prefixes import Pinning, SharedPrefix, cuts_of
+from holdfast.worker.scheduler.kept_prefixes import Pinning, SharedPrefix, cuts_of, renew_states
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
 from holdfast.worker.step_plan import BlockCopy
 from holdfast.worker.step_update import EngineStats
@@ -102,15 +103,15 @@ class SequenceQueues:
             self.allocator.share(prefix.block_ids)
         if self.windows is not None:  # before anything is allocated, for which a cached block could be evicted
             self._begin_window(self.windows, sequence, prefix)
+        sequence.num_computed_tokens = prefix.num_tokens
+        if self.slots is not None:  # likewise, for which a snapshot could be
+            self._give_slot(self.slots, sequence, prefix)
         own = self.allocator.allocate(num_blocks - len(prefix.block_ids))
         sequence.block_ids = (*prefix.block_ids, *own)
-        sequence.num_computed_tokens = prefix.num_tokens
         sequence.status = SequenceStatus.RUNNING
         insort(self.running, sequence, key=_service_order)
         if prefix.parent is not None and (num_tokens := prefix.num_tokens % self.allocator.block_size):
             _copy(self._copies, prefix.parent.block_ids[len(prefix.block_ids)], own[0], num_tokens)
-        if self.slots is not None:
-            self._give_slot(self.slots, sequence, prefix)
         self._count_prompt(sequence, prefix.parent)
         if sequence.to_pin:
             self.pinning.pin(sequence)
@@ -141,7 +142,11 @@ class SequenceQueues:
         return self.allocator.num_free - (0 if self.windows is None else self.windows.num_owed)
 
     def num_promised_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence of at most so many tokens is promised beside those of layers that see all."""
+        """Blocks that a sequence of at most so many tokens takes beside those of layers that see all: those that it is
+        promised, and those in whose place its state is.
+        """
+        if self.slots is not None:
+            return self.slots.blocks_per_slot
         return 0 if self.windows is None else self.windows.window.most_blocks(num_tokens)
 
     def grow(self, sequence: Sequence, num_blocks: int = 1) -> None:
@@ -252,6 +257,7 @@ class SequenceQueues:
         owners = Counter(block_id for sequence in owning for block_id in sequence.block_ids)
         tables = [sequence.window for sequence in owning if sequence.window is not None]
         owners.update(block_id for table in tables for block_id in table.own)
+        owners.update(() if self.slots is None else self.slots.lent)
         if self.windows is not None:
             assert len(tables) == len(owning), "a running sequence has no table of layers with a window"
             self.windows.check_integrity(tables)
@@ -366,8 +372,7 @@ class SequenceQueues:
     def _free_blocks(self, sequence: Sequence) -> None:
         for block_id in sequence.block_ids if self._copies else ():
             self._copies.pop(block_id, None)
-        is_extended = 0 < sequence.num_prompt_tokens <= 2 * sequence.num_cached_tokens
-        self.allocator.free(sequence.block_ids, is_extended=is_extended)
+        self.allocator.free(sequence.block_ids, is_extended=sequence.is_extended)
         sequence.block_ids = ()
         if self.windows is not None and sequence.window is not None:
             for block_id in sequence.window.own if self._window_copies else ():
@@ -376,6 +381,7 @@ class SequenceQueues:
             sequence.window = None
         if self.slots is not None and sequence.state_slot is not None:
             self.slots.give_back(sequence.state_slot)
+            renew_states(sequence, self.slots, self.allocator.block_size)
             sequence.state_slot = None
 
 

@@ -41,13 +41,15 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         prefix_caching: bool = True,
         num_state_slots: int = 0,
+        state_blocks: int = 0,
         window: Window | None = None,
         drafter: Drafter | None = None,
         make_policy: MakePolicy | None = None,
     ) -> None:
-        """`num_state_slots`: slots for states of sequences; 0: the model keeps none. `window`: of layers that see the
-        last positions alone, where they have blocks of their own. `drafter` drafts tokens; None: no speculation.
-        `make_policy` makes the batching policy; None: the one that the settings name.
+        """`num_state_slots`: slots for states of sequences; 0: the model keeps none. `state_blocks`: blocks that a slot
+        takes the place of; 0: slots have memory of their own. `window`: of layers that see the last positions alone,
+        where they have blocks of their own. `drafter` drafts tokens; None: no speculation. `make_policy` makes the
+        batching policy; None: the one that the settings name.
         """
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
@@ -58,9 +60,15 @@ class Scheduler:
         self._slots: StateSlots | None = None
         if num_state_slots:
             most = math.ceil(config.pinned_share * num_state_slots)
-            self._slots = StateSlots(num_state_slots, block_size, prefix_caching=prefix_caching, max_num_pins=most)
+            self._slots = StateSlots(
+                num_state_slots,
+                self._allocator,
+                blocks_per_slot=state_blocks,
+                prefix_caching=prefix_caching,
+                max_num_pins=most,
+            )
         windows = None if window is None else WindowBlocks(self._allocator, window)
-        self._most_tokens = most_tokens(num_blocks, block_size, window)
+        self._most_tokens = most_tokens(num_blocks - state_blocks, block_size, window)
         self._queues = SequenceQueues(
             self._allocator,
             slots=self._slots,
@@ -247,9 +255,9 @@ class Scheduler:
         """Evicts all that the prefix cache holds: it belongs to other weights. No request may be open."""
         assert not self._sequences, "what runs needs its cache"
         self.policy.release(self._queues)
-        self._allocator.forget_cached()
         if self._slots is not None:
             self._slots.forget_cached()
+        self._allocator.forget_cached()
 
     # --- State ---
 
@@ -340,6 +348,8 @@ class Scheduler:
             window_copies=() if self._queues.windows is None else self._queues.take_window_copies(),
             state_copies=() if self._slots is None else self._slots.take_copies(),
         )
+        if self._slots is not None and self._slots.blocks_per_slot:
+            plan.idle_blocks, plan.idle_slots = self._slots.take_idle()
         self._in_flight.append(StepInFlight(plan, in_rows, sequences))
         self._queues.take_off(sequences)
         return plan

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from enum import Enum
 from typing import ClassVar
 
-from holdfast.worker.cache.block_pool import HashChain
+from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.cache.window_blocks import WindowTable
 from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
@@ -170,6 +170,11 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
         """Log-probabilities from the prompt's second token on, reported with the first output token; None: not
         requested, or reported."""
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether it went on from a cached prefix: others are likely to."""
+        return 0 < self.num_prompt_tokens <= 2 * self.num_cached_tokens
 
     @property
     def service_order(self) -> tuple[int, float, int]:

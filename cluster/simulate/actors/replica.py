@@ -314,6 +314,7 @@ class SimulatedReplica(Process):
             tensor_parallel_size=1,
             block_size=self.shape.block_size,
             num_blocks=self.shape.num_blocks,
+            state_blocks=self.shape.state_blocks,
             row_invariant=True,
             transfers_blocks=self.transfers is not None,
             address=self.site,

@@ -109,6 +109,8 @@ class ReplicaShape:
     """Maker of a runner from the number of blocks, their size, the number of state slots, and the window."""
     num_state_slots: int = 0
     """0: the model keeps no states."""
+    state_blocks: int = 0
+    """Blocks that a slot takes the place of; 0: slots have memory of their own."""
     window: Window | None = None
     """Window of layers that give their blocks back; None: the model has none."""
     num_drafts: int = 0
@@ -125,6 +127,7 @@ class ReplicaShape:
             eos_token_ids=self.eos_token_ids,
             prefix_caching=self.prefix_caching,
             num_state_slots=self.num_state_slots,
+            state_blocks=self.state_blocks,
             window=self.window,
             drafter=self._speculation(),
         )

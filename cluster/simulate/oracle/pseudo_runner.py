@@ -141,6 +141,9 @@ class PseudoRunner:
     def _run_one(self, plan: StepPlan) -> StepResult:
         sequences = plan.sequences
         self._copy(plan.block_copies, self._block_size)
+        if self._states is not None:
+            self._states.copy(plan.state_copies)
+            self._give_back(self._states, plan)
         for sequence in sequences:
             self._write(sequence, sequence.block_ids, self._block_size)
         if self._window is not None:
@@ -151,7 +154,6 @@ class PseudoRunner:
         rows = ((params, masks.get(number)) for number, params in enumerate(draws_of(plan)))
         prefixes = [self._read_back(sequence) for sequence in sequences]
         if self._states is not None:
-            self._states.copy(plan.state_copies)
             prefixes = [self._with_state(self._states, *pair) for pair in zip(sequences, prefixes, strict=True)]
         pairs = list(zip(sequences, prefixes, strict=True))
         drawn = [_draw(sequence, prefix, rows) for sequence, prefix in pairs]
@@ -171,6 +173,13 @@ class PseudoRunner:
         for copy, tokens in zip(copies, sources, strict=True):
             start = copy.destination * self._room
             self._slots[start : start + size] = tokens.ljust(size, _EMPTY)
+
+    def _give_back(self, states: PseudoStates, plan: StepPlan) -> None:
+        """Memory that was given back holds nothing."""
+        for block_id in plan.idle_blocks:
+            self._slots[block_id * self._room : (block_id + 1) * self._room] = _EMPTY * self._room
+        for slot in plan.idle_slots:
+            states.slots[slot] = _State(-1, _LOST, ())
 
     def _write(self, sequence: ScheduledSequence, block_ids: Sequence[int], size: int) -> None:
         for position, token_id in enumerate(sequence.token_ids, sequence.first_position):
@@ -244,7 +253,7 @@ def run_each(plan: StepPlan, run: Callable[[StepPlan], StepResult]) -> StepResul
         single = DecodeRows(rows.columns, rows.age + number, token_ids, rows.blocks, 1, rows.window_blocks)
         step = replace(plan, decodes=single)
         if number:
-            step = replace(step, block_copies=(), window_copies=(), state_copies=())
+            step = replace(step, block_copies=(), window_copies=(), state_copies=(), idle_blocks=(), idle_slots=())
         result = run(step)
         token_ids = [token_id for (token_id,) in result.token_ids]
         drawn.append(token_ids)

@@ -71,6 +71,7 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
     if not async_scheduling:  # states are on CPUs, where steps are planned in turn
         slots = random.Random(f"states {seed}").choice((0, 0, 2, replica.scheduler.max_num_seqs, 64))
         replica = replace(replica, num_state_slots=slots)
+        replica = _with_one_memory(random.Random(f"one memory {seed}"), replica)
     attack_rng = random.Random(f"attack {seed}")
     limits = LimitsConfig(max_queued=random.Random(f"limits {seed}").choice((4, 1024, 1024, 1024)))
     attack = draw_attack(attack_rng, seed, span_s, num_routers, limits)
@@ -162,6 +163,15 @@ def _draw_shape(rng: random.Random, async_scheduling: bool) -> ReplicaShape:
         make_runner=PseudoRunner,
         num_drafts=rng.choice((1, 2, 4, 8)),
     )
+
+
+def _with_one_memory(rng: random.Random, shape: ReplicaShape) -> ReplicaShape:
+    """The states of most models that keep some lie in the place of blocks."""
+    if not shape.num_state_slots or rng.random() > 2 / 3:
+        return shape
+    state_blocks = rng.choice((1, 3))
+    num_blocks = shape.num_blocks + rng.choice((1, 2, 8)) * state_blocks
+    return replace(shape, num_blocks=num_blocks, num_state_slots=num_blocks // state_blocks, state_blocks=state_blocks)
 
 
 def _with_window(rng: random.Random, shape: ReplicaShape) -> ReplicaShape:

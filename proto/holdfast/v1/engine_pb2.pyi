@@ -224,7 +224,7 @@ class Heartbeat(_message.Message):
     def __init__(self, progress: _Optional[int] = ..., expected_gap_s: _Optional[float] = ..., starved_s: _Optional[float] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "answers_digest", "path", "model_type", "dtype", "device", "checkpoint_digest", "kv_bytes_per_token", "num_state_slots", "state_bytes", "window_tokens", "window_block_size", "transfers_blocks", "executor", "weights_version", "chat_template", "release", "quantization", "weight_bytes", "heartbeat_ms", "frozen_after_ms", "eos_token_ids", "adapters")
+    __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "answers_digest", "path", "model_type", "dtype", "device", "checkpoint_digest", "kv_bytes_per_token", "num_state_slots", "state_bytes", "state_blocks", "window_tokens", "window_block_size", "transfers_blocks", "executor", "weights_version", "chat_template", "release", "quantization", "weight_bytes", "heartbeat_ms", "frozen_after_ms", "eos_token_ids", "adapters")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +243,7 @@ class Hello(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     TRANSFERS_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +275,7 @@ class Hello(_message.Message):
     kv_bytes_per_token: int
     num_state_slots: int
     state_bytes: int
+    state_blocks: int
     window_tokens: int
     window_block_size: int
     transfers_blocks: bool
@@ -287,7 +289,7 @@ class Hello(_message.Message):
     frozen_after_ms: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., answers_digest: _Optional[bytes] = ..., path: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., checkpoint_digest: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., num_state_slots: _Optional[int] = ..., state_bytes: _Optional[int] = ..., window_tokens: _Optional[int] = ..., window_block_size: _Optional[int] = ..., transfers_blocks: bool = ..., executor: _Optional[str] = ..., weights_version: _Optional[str] = ..., chat_template: _Optional[str] = ..., release: _Optional[str] = ..., quantization: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., frozen_after_ms: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., answers_digest: _Optional[bytes] = ..., path: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., checkpoint_digest: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., num_state_slots: _Optional[int] = ..., state_bytes: _Optional[int] = ..., state_blocks: _Optional[int] = ..., window_tokens: _Optional[int] = ..., window_block_size: _Optional[int] = ..., transfers_blocks: bool = ..., executor: _Optional[str] = ..., weights_version: _Optional[str] = ..., chat_template: _Optional[str] = ..., release: _Optional[str] = ..., quantization: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., frozen_after_ms: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
 
 class StepUpdate(_message.Message):
     __slots__ = ("step_id", "deltas", "rejections", "load", "cache_events", "plain_attempts", "plain_token_indices", "plain_token_ids", "stats")

@@ -23,7 +23,7 @@ from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action
 from holdfast.router.resume import ResumeRecord, SequenceDelta
 from holdfast.router.text.text_stream import TextStream
-from holdfast.worker.cache import block_pool as block_pool_module
+from holdfast.worker.cache import prefix_cache as prefix_cache_module
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.window_blocks import WindowBlocks, WindowTable
 from holdfast.worker.draws import DrawParams
@@ -334,8 +334,8 @@ def refuse_who_waits_for_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hash_without_the_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of all tenants are found for each other, in memory and on the disk."""
-    root = block_pool_module.root_hash
-    monkeypatch.setattr(block_pool_module, "root_hash", lambda salt, tenant="", adapter="": root(salt, adapter=adapter))
+    root, module = prefix_cache_module.root_hash, prefix_cache_module
+    monkeypatch.setattr(module, "root_hash", lambda salt, tenant="", adapter="": root(salt, adapter=adapter))
 
 
 def trust_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:

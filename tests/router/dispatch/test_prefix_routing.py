@@ -9,7 +9,7 @@ from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.prefix_index import PromptPrefix
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import SendSubmit
-from holdfast.worker.cache.block_pool import CacheFeed
+from holdfast.worker.cache.prefix_cache import CacheFeed
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams

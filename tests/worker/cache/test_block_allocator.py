@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.worker.cache.block_pool import BlockAllocator, HashChain
+from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.prefix_cache import HashChain
 
 
 def test_a_fresh_cache_hands_out_neighbours_in_order():
@@ -122,7 +123,7 @@ def test_evicted_blocks_come_out_together_in_their_order():
 
 def test_check_integrity_finds_an_owned_block_among_the_evictable_and_a_cached_one_among_the_blank():
     owned, blank = with_stored(2, 1)[0], with_stored(2, 1)[0]
-    owned._evictable[0] = None
+    owned._evictable[0] = 0
     with pytest.raises(AssertionError, match="block 0 has 1 owners and is cached, and is not blank and evictable"):
         owned.check_integrity()
     blank.free([0])

@@ -1,7 +1,7 @@
 """Output queue: the changes of the prefix cache that a listener has not been sent are merged, complete, in pieces."""
 
 from holdfast.worker.block_hash import short_hash
-from holdfast.worker.cache.block_pool import BlockEvicted, BlockStored, CacheFeed
+from holdfast.worker.cache.prefix_cache import BlockEvicted, BlockStored, CacheFeed
 from holdfast.worker.step_update import CacheChanges
 
 

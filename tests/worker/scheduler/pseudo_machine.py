@@ -26,8 +26,11 @@ class Machine:
         block_size: int = BLOCK_SIZE,
         proposer: str | None = None,
         num_blocks: int = NUM_BLOCKS,
+        state_blocks: int = 0,
         **values,
     ) -> None:
+        """With `state_blocks` there are as many slots as in the place of all blocks."""
+        num_slots = num_blocks // state_blocks if state_blocks else num_slots
         caching, turn_ends = values.pop("prefix_caching", True), values.pop("turn_ends", ())
         config = SchedulerConfig(**{"max_num_batched_tokens": 16, "max_num_seqs": 8} | values)
         speculation = SpeculationConfig(speculative="ngram", num_speculative_tokens=3)
@@ -39,6 +42,7 @@ class Machine:
             eos_token_ids=frozenset(turn_ends),
             prefix_caching=caching,
             num_state_slots=num_slots,
+            state_blocks=state_blocks,
             window=window,
             drafter=Speculation(speculation, config, PROPOSERS[proposer]()) if proposer else None,
         )

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from holdfast.cluster.simulate.oracle.pseudo_runner import run_each
-from holdfast.worker.cache.block_pool import BlockStored
+from holdfast.worker.cache.prefix_cache import BlockStored
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta

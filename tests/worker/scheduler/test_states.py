@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.router.dispatch.prefix_index import PrefixHolders, PrefixIndex, PromptPrefix
-from holdfast.worker.cache.block_pool import CacheFeed
+from holdfast.worker.cache.prefix_cache import CacheFeed
 from holdfast.worker.cache.state_slots import StateSlots
+from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler import planned_step
@@ -52,6 +53,13 @@ SITUATIONS: dict[str, tuple[dict, Callable[[Machine], None]]] = {
     "drafts in a chat": ({"num_slots": 16, "proposer": "right"}, chat),
     "preemption": ({"num_slots": 8, "num_blocks": 41}, with_drafts),
     "preemption, with drafts": ({"num_slots": 8, "num_blocks": 41, "proposer": "right"}, with_drafts),
+    "one memory: a chat": ({"state_blocks": 2}, chat),
+    "one memory: a chat, few blocks": ({"state_blocks": 3, "num_blocks": 40}, chat),
+    "one memory: a chat, large states": ({"state_blocks": 20, "num_blocks": 62}, chat),
+    "one memory: forks": ({"state_blocks": 3, "num_blocks": 44}, forks),
+    "one memory: forks that come too late": ({"state_blocks": 12, "num_blocks": 33}, forks),
+    "one memory: preemption": ({"state_blocks": 3, "num_blocks": 50}, with_drafts),
+    "one memory: preemption, with drafts": ({"state_blocks": 1, "num_blocks": 44, "proposer": "right"}, with_drafts),
 }
 
 
@@ -207,4 +215,62 @@ def test_a_planted_mistake_shows(mistake, name, monkeypatch):
     values, situation = SITUATIONS[name]
     machine = Machine(**values)
     situation(machine)
+    assert machine.wrong
+
+
+def test_blocks_and_snapshots_make_way_for_each_other_the_oldest_first():
+    """Of four prompts of 18 blocks, each with a snapshot that weighs 30, the last use alone decides."""
+    machine = Machine(state_blocks=30, num_blocks=30 + 2 * (18 + 30) + 5)
+    prompts = {name: tokens(seed, 72) for seed, name in enumerate("abcd")}
+
+    def found(name: str) -> int:
+        before = machine.scheduler.stats().num_prefix_hit_tokens
+        machine.add(f"{name} {len(machine.got)}", prompts[name], num_tokens=1)
+        machine.run()
+        return machine.scheduler.stats().num_prefix_hit_tokens - before
+
+    assert [found(name) for name in "abab"] == [0, 0, 68, 68]
+    assert found("c") == 0  # in the place of a, which has been unused for longest
+    assert [found("b"), found("c")] == [68, 68]
+    assert found("a") == 0
+    stats = machine.scheduler.stats()
+    assert stats.num_used_blocks == stats.num_used_slots == 0
+    assert stats.num_free_blocks == stats.num_total_blocks == 131
+    assert not machine.wrong
+
+
+def test_a_snapshot_goes_with_the_block_before_it():
+    machine = Machine(state_blocks=10, num_blocks=60)
+    machine.add("a", tokens(1, 72), num_tokens=1)
+    machine.run()
+    allocator, slots = machine.scheduler.caches
+    (snapshot,) = slots.snapshot_hashes
+    assert allocator.num_free == 60
+    allocator.forget(allocator.prefix_cache.block_of(snapshot))
+    assert not list(slots.snapshot_hashes)
+    machine.scheduler.check_integrity()
+
+
+def test_all_memory_can_be_had_for_blocks_and_all_for_states():
+    machine = Machine(state_blocks=10, num_blocks=100)
+    machine.add("long", tokens(1, 350), num_tokens=9)  # 90 blocks and a state
+    machine.run()
+    for index in range(8):  # 8 blocks of each and its state: more than 4 do not fit at the same time
+        machine.add(str(index), tokens(index, 10), num_tokens=22)
+    machine.run()
+    assert not machine.wrong
+    with pytest.raises(InvalidRequestError, match="360"):
+        machine.add("longer", tokens(1, 353), num_tokens=9)
+
+
+def test_memory_that_is_given_back_too_early_is_noticed(monkeypatch):
+    """As if a slot were blank that has a snapshot."""
+    take_idle = StateSlots.take_idle
+    monkeypatch.setattr(
+        StateSlots,
+        "take_idle",
+        lambda slots: (take_idle(slots)[0], tuple(filter(slots._allocator.is_cached, range(8)))),
+    )
+    machine = Machine(state_blocks=3)
+    chat(machine)
     assert machine.wrong

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.step_batch import IntArray, StepBatch
 from holdfast.worker.executors.block_bytes import BlockBytes, Bytes
 from holdfast.worker.executors.cpu.packing import DTYPES
 from holdfast.worker.executors.cpu.prefault import KvPrefault, Pages
@@ -98,6 +98,7 @@ class TiledCache:
             ]
         else:
             memories, self._layers = _in_one_memory(specs, num_blocks, block_size, form, window)
+        self._memories = memories
         self.ahead = KvPrefault(memories)
         """Follows the steps."""
         self.bytes = BlockBytes([_rows(memory) for memory in memories])
@@ -144,6 +145,15 @@ class TiledCache:
     def want_all(self) -> None:
         """All of this memory is meant to be used: it is taken from the system while no step runs."""
         self.ahead.want_all()
+
+    def give_back(self, block_ids: IntArray) -> None:
+        """Gives back the memory of these blocks, ascending, which states take the place of: what they hold is lost."""
+        for memory in self._memories:
+            memory.give_back(block_ids)
+
+    def take_late(self) -> None:
+        """Takes memory where it is written to and never ahead: states may be in its place."""
+        self.ahead.close()
 
     def close(self) -> None:
         """No step comes any more."""

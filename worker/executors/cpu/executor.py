@@ -274,6 +274,10 @@ class CpuExecutor:
         if batch.state_copies.size:
             assert states is not None, "states are allocated before steps run"
             states.copy(batch.state_copies)
+        if batch.idle_blocks.size or batch.idle_slots.size:
+            assert states is not None, "blocks make way for states"
+            cache.give_back(batch.idle_blocks)
+            states.give_back(batch.idle_slots)
         ahead = cache.ahead
         if ahead.is_on:
             ahead.begin_step()

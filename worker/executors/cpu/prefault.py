@@ -9,7 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
+from holdfast.worker.distributed.step_batch import IntArray
 from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
+from holdfast.worker.executors.mapped_files import discard
 
 LARGE_PAGE: Final = 2 << 20
 AHEAD_BYTES: Final = 4 * LARGE_PAGE
@@ -32,6 +36,13 @@ class Pages:
     def mapped(cls, num_blocks: int, block_bytes: int) -> "Pages":
         """Memory that the system gives at the first write."""
         return cls(mapped_memory(num_blocks * block_bytes), num_blocks, block_bytes)
+
+    def give_back(self, block_ids: IntArray) -> None:
+        """Gives back the memory of these blocks, ascending: what they hold is lost."""
+        base = address_of(self.memory)
+        for run in np.split(block_ids, np.flatnonzero(np.diff(block_ids) != 1) + 1):
+            if run.size:
+                discard(base + int(run[0]) * self.block_bytes, base + (int(run[-1]) + 1) * self.block_bytes)
 
     def wanted(self, used: int, ahead_bytes: int) -> int:
         """Blocks to have ready, for so many bytes beyond those that are used."""

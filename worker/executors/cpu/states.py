@@ -11,7 +11,8 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import IntArray
 from holdfast.worker.executors.block_bytes import BlockBytes
-from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
+from holdfast.worker.executors.cpu.prefault import Pages
+from holdfast.worker.executors.cpu.tile_memory import address_of
 from holdfast.worker.executors.layout_arithmetic import mamba_unit
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2
 
@@ -28,8 +29,10 @@ class StateCache:
     def __init__(self, lengths: Sequence[int], num_slots: int) -> None:
         """`lengths`: numbers that each layer keeps of a sequence, in the order of the layers that keep some."""
         self.num_slots = num_slots
-        self._memory = [mapped_memory(num_slots * length * VALUE_BYTES) for length in lengths]
-        self.pools = [_pool(memory, num_slots, length) for memory, length in zip(self._memory, lengths, strict=True)]
+        self._pages = [Pages.mapped(num_slots, length * VALUE_BYTES) for length in lengths]
+        self.pools = [
+            _pool(pages.memory, num_slots, length) for pages, length in zip(self._pages, lengths, strict=True)
+        ]
         """[num_slots, length] of each layer."""
         self.bytes = BlockBytes([pool.view(torch.uint8).numpy() for pool in self.pools])
         """Slots, to be copied elsewhere and back."""
@@ -37,13 +40,18 @@ class StateCache:
     @property
     def addresses(self) -> list[int]:
         """Address of each layer's pool."""
-        return [address_of(memory) for memory in self._memory]
+        return [address_of(pages.memory) for pages in self._pages]
 
     def copy(self, copies: IntArray) -> None:
         """Copies slots to others, `copies` [2, N]: sources and destinations, one after the other in this order."""
         for source, destination in copies.T.tolist():
             for pool in self.pools:
                 pool[destination].copy_(pool[source])
+
+    def give_back(self, slots: IntArray) -> None:
+        """Gives back the memory of these slots, ascending: what they hold is lost."""
+        for pages in self._pages:
+            pages.give_back(slots)
 
 
 def recurrence_numbers(net: GatedDeltaNet | Mamba2) -> dict[str, Any]:

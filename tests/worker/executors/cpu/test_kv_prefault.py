@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from holdfast.worker.executors.cpu.prefault import AHEAD_BYTES, LARGE_PAGE, KvPrefault, Pages, populate
@@ -133,3 +134,13 @@ def resident_bytes(memory: mmap.mmap) -> int:
             found = re.search(r"^Rss: *(\d+) kB", part, flags=re.MULTILINE)
             return int(found[1]) * 1024 if found else 0
     return 0
+
+
+def test_memory_that_is_given_back_holds_zeros_and_its_neighbours_stay_as_they_are():
+    pages = Pages.mapped(8, 16384)
+    rows = np.frombuffer(pages.memory, np.uint8, 8 * 16384).reshape(8, 16384)
+    rows[:] = 7
+    pages.give_back(np.array([0, 1, 2, 5]))
+    whole = [bool((row == 7).all()) for row in rows]
+    assert [whole[number] for number in (3, 4, 6, 7)] == [True] * 4
+    assert not rows[[1, 5], 4096:-4096].any()
