@@ -221,9 +221,9 @@ def requests_of(
         raise InvalidRequestError("priority", len(priority), f"must be one, or {len(given)} of them")
     requests: list[Enqueued] = []
     priorities = priority if is_list(priority) else [priority] * len(given)
-    loras = lora_of_each(lora_request, len(given))
+    loras = [None] * len(given) if lora_request is None else lora_of_each(lora_request, len(given))
     for item, one, level, lora in zip(given, params, priorities, loras, strict=True):
-        options: ServiceOptions = {**service, "priority": _priority(level)}
+        options: ServiceOptions = {**service, "priority": Priority.NORMAL if level is None else _priority(level)}
         if item.cache_salt is not None:
             options["cache_salt"] = item.cache_salt
         requests.append(Enqueued("", item, one, options, lora))
@@ -232,8 +232,8 @@ def requests_of(
 
 def _priority(priority: object) -> Priority:
     """Holdfast's `Priority`, or vLLM's number, of which lower ones go first and 0 is normal."""
-    if priority is None or isinstance(priority, Priority):
-        return Priority.NORMAL if priority is None else priority
+    if isinstance(priority, Priority):
+        return priority
     if not is_whole(priority):
         raise InvalidRequestError("priority", priority, "must be a Priority, or a whole number")
     return Priority.of_number(priority)

@@ -50,9 +50,11 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 """One for all prompts, or one for each."""
 
 
-def lora_of_each(lora_request: LoRARequests, num_prompts: int) -> list[LoRARequest | None]:
+def lora_of_each(
+    lora_request: LoRARequest | Sequence[LoRARequest | None], num_prompts: int
+) -> list[LoRARequest | None]:
     """One for each prompt. Raises `InvalidRequestError`."""
-    if lora_request is None or isinstance(lora_request, LoRARequest):
+    if isinstance(lora_request, LoRARequest):
         return [lora_request] * num_prompts
     if not is_list(lora_request) or not all(one is None or isinstance(one, LoRARequest) for one in lora_request):
         limit = "must be a LoRARequest, or a list with one, or None, for each prompt"

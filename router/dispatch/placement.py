@@ -67,7 +67,9 @@ class Placement:
     ) -> SendSubmit:
         """Begins an attempt: the request continues after its output so far."""
         self.stats.note_sent(state, replica.facts.replica_id, now)
-        source = self._registry.block_source(state, replica) if replica.facts.transfers_blocks else None
+        source = None
+        if replica.facts.transfers_blocks and (state.replica_id or state.prefix_match.holders):
+            source = self._registry.block_source(state, replica)
         attempt = self._requests.begin_attempt(state, replica, event, now)
         if replica.breaker.num_failures:
             replica.breaker.note_sent(now)

@@ -78,8 +78,7 @@ class RequestProcessor:
         self._head_line_rules = head_line_rules
         self.stats = RequestStats()
         self.sessions = SessionBook()
-        """Sessions of its requests."""
-        self.stats.on_end.append(self.sessions)
+        """Sessions of its requests, where a router notes them (`stats.on_end`)."""
         self._admission = RequestAdmission(
             dispatch_host, tokenizers, limits, self._gate, self._open_answers, self.stats, overload, head_line_rules
         )
@@ -296,8 +295,9 @@ class RequestProcessor:
 
     def tokenizer(self, model: str) -> Tokenizer:
         """Tokenizer of a served model, or of the base of an adapter."""
-        served = self.adapters.find(model)
-        return self._tokenizers[model if served is None else served.model]
+        if model not in self._dispatch_host.dispatch.registry.statuses and (served := self.adapters.find(model)):
+            model = served.model
+        return self._tokenizers[model]
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included. Raises `HoldfastError`."""

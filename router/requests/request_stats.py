@@ -218,8 +218,9 @@ class AdmittedRequest:
             self._tell(outcome, now, is_complete=is_complete)
 
     def _tell(self, outcome: str, now: float, *, is_complete: bool) -> None:
-        listeners = [one for one in (self.on_end, *self._stats.on_end) if one is not None]
-        timeline = longest(self.timelines) or Timeline(self._began_at)
+        timelines = self.timelines
+        longer = timelines[0] if len(timelines) == 1 else longest(timelines)
+        timeline = longer or Timeline(self._began_at)
         ended = EndedRequest(
             request=self.request,
             model=self.model,
@@ -233,7 +234,9 @@ class AdmittedRequest:
             timeline=timeline,
             head_lines=self.head_lines,
         )
-        for listener in listeners:
+        if self.on_end is not None:
+            self.on_end(ended)
+        for listener in self._stats.on_end:
             listener(ended)
 
 

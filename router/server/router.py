@@ -128,6 +128,7 @@ class Router:
         )
         self._dispatch_host, self._request_processor = pipeline.dispatch_host, pipeline.processor
         telemetry, stats = options.get("telemetry") or TelemetryConfig(), self._request_processor.stats
+        stats.on_end.append(self._request_processor.sessions)
         if telemetry.slow_request_s is not None:
             stats.on_end.append(SlowRequests(telemetry.slow_request_s, stats))
         links = options.get("links", UNSECURED)

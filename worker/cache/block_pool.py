@@ -122,7 +122,10 @@ class BlockAllocator:
 
     def is_cached(self, block_id: int) -> bool:
         """Whether a block holds a prefix."""
-        return any(block_id in cache for cache in self._caches)
+        for cache in self._caches:  # noqa: SIM110  # asked for each block that is freed, so no generator
+            if block_id in cache.contents:
+                return True
+        return False
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold positions 0 to `num_tokens - 1`."""
@@ -306,4 +309,4 @@ class BlockAllocator:
 
     def _cache_of(self, block_id: int) -> PrefixCache:
         """The cache that finds a block."""
-        return next(cache for cache in self._caches if block_id in cache)
+        return next(cache for cache in self._caches if block_id in cache.contents)

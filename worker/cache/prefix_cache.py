@@ -57,15 +57,13 @@ class PrefixCache:
         self.num_evictions = 0
         self._block_size = block_size
         self._block_ids: dict[bytes, int] = {}
-        self._contents: dict[int, BlockStored] = {}
+        self.contents: dict[int, BlockStored] = {}
+        """Stored blocks by id. To be read only."""
         self._changes: dict[bytes, CacheEvent] | None = None  # since they were last taken; None until then
-
-    def __contains__(self, block_id: int) -> bool:
-        return block_id in self._contents
 
     def hash_in(self, block_id: int) -> bytes | None:
         """The hash by which the block is found; None if it is not cached."""
-        content = self._contents.get(block_id)
+        content = self.contents.get(block_id)
         return content.block_hash if content else None
 
     @property
@@ -95,13 +93,13 @@ class PrefixCache:
         """Block number `index` of a sequence is computed and in `block_id`, which is not written to again."""
         if not self.enabled:
             return
-        assert block_id not in self._contents, f"block {block_id} is stored and was written to again"
+        assert block_id not in self.contents, f"block {block_id} is stored and was written to again"
         block_hash = chain.hash_of(index, token_ids, self._block_size)
         if block_hash in self._block_ids:
             return
         content = BlockStored(block_hash=block_hash, parent_hash=chain.hash_of(index - 1, token_ids, self._block_size))
         self._block_ids[block_hash] = block_id
-        self._contents[block_id] = content
+        self.contents[block_id] = content
         self._note(content, BlockEvicted)
 
     def evict(self, block_id: int) -> None:
@@ -111,7 +109,7 @@ class PrefixCache:
 
     def forget(self, block_id: int) -> None:
         """Removes the block's content from the index."""
-        block_hash = self._contents.pop(block_id).block_hash
+        block_hash = self.contents.pop(block_id).block_hash
         del self._block_ids[block_hash]
         self._note(BlockEvicted(block_hash=block_hash), BlockStored)
 
@@ -121,13 +119,13 @@ class PrefixCache:
         A block that was stored and evicted in between is left out, so what is kept is bounded by the number of blocks.
         Nothing is kept before the first call.
         """
-        events: list[CacheEvent] = list(self._contents.values() if self._changes is None else self._changes.values())
+        events: list[CacheEvent] = list(self.contents.values() if self._changes is None else self._changes.values())
         self._changes = {}
         return events
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the tables and the untold changes agree. O(stored blocks)."""
-        mirrored = {content.block_hash: block_id for block_id, content in self._contents.items()}
+        mirrored = {content.block_hash: block_id for block_id, content in self.contents.items()}
         assert mirrored == self._block_ids, "the tables of hashes and of blocks differ"
         for block_hash, event in (self._changes or {}).items():
             is_stored = block_hash in self._block_ids

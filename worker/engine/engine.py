@@ -293,9 +293,10 @@ class Engine:
         """Runs all commands in the inbox; with nothing to do, waits for the first command."""
         wait_s = 0.0
         if not self._core.scheduler.has_work:
-            wait_s = self._core.most_idle_s(self._clock(), self._idle_s)
-            if self._core.is_waited_for:  # who waits sees that this thread does not stand still
-                self.progress.tick()
+            core = self._core
+            wait_s = core.most_idle_s(self._clock(), self._idle_s)
+            if (core.held or core.adapters is not None) and core.is_waited_for:
+                self.progress.tick()  # who waits sees that this thread does not stand still
                 wait_s = min(wait_s, HELD_LOOK_S)
         commands = self._inbox.take(wait_s)
         if wait_s and not commands:

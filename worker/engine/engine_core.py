@@ -165,9 +165,11 @@ class EngineCore:
             self.tier.leave_out(root_hash(request.cache_salt, request.tenant, request.adapter_digest))
         if attempt in self.held:
             self._release(attempt)
-        elif self.tier is not None and (restore := self.tier.restores.restore_for(request, now)) is not None:
-            self.held[attempt] = _Held(request, listener, now, restore)
-            return
+        elif self.tier is not None and (self.tier.has_store or request.block_source is not None):
+            restore = self.tier.restores.restore_for(request, now)
+            if restore is not None:
+                self.held[attempt] = _Held(request, listener, now, restore)
+                return
         self._submit(request, listener, now, attempt)
 
     def _has_adapter(self, request: EngineRequest, listener: StepListener, now: float, attempt: Hashable) -> bool:

@@ -281,7 +281,8 @@ class LeaderRunner:
     @property
     def runs_several_steps(self) -> bool:
         """Whether a plan may be for several steps."""
-        return self._runner.backend.runs_several_steps and self._runner.draft is None
+        executor = self._runner.backend.multi_step
+        return executor is not None and executor.runs_several_steps and self._runner.draft is None
 
     @property
     def overlaps(self) -> bool:

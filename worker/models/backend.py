@@ -20,7 +20,7 @@ from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
 from holdfast.worker.model_info import Window
 from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, check_latents, kv_cache_dtype_refused
 from holdfast.worker.models.damaged_weights import damaged
-from holdfast.worker.models.executor_protocols import OverlappingExecutor
+from holdfast.worker.models.executor_protocols import MultiStepExecutor, OverlappingExecutor
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.memory import default_block_size
@@ -121,8 +121,8 @@ class Backend(Protocol):
         ...
 
     @property
-    def runs_several_steps(self) -> bool:
-        """Whether a batch may be for several steps (`StepBatch.num_steps`). The same on all ranks."""
+    def multi_step(self) -> MultiStepExecutor | None:
+        """Executor whose batches may be for several steps (`StepBatch.num_steps`), on all ranks or none."""
         ...
 
     @property

@@ -146,8 +146,9 @@ class HfBackend:
         return self._device.kv_bytes_per_token
 
     @property
-    def runs_several_steps(self) -> bool:
-        return False
+    def multi_step(self) -> None:
+        """Each batch is one step."""
+        return
 
     def block_sizes(self, block_size: int, max_model_len: int) -> tuple[int, Window | None]:
         """All layers keep as much."""

@@ -18,7 +18,7 @@ from holdfast.worker.executors.cpu.tile_memory import linears
 from holdfast.worker.executors.gpu import weights
 from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.layout import DecoderLayout, Experts, LatentAttention
-from holdfast.worker.executors.step_sampler import HeadOutput, OverlappingSampler
+from holdfast.worker.executors.step_sampler import OverlappingSampler
 from holdfast.worker.model_info import Window
 from holdfast.worker.models.damaged_weights import made_by_all
 from holdfast.worker.models.executor_protocols import Executor, MovableExecutor, MultiStepExecutor, OverlappingExecutor
@@ -52,7 +52,10 @@ class NativeBackend:
         `OverlappingSampler`)."""
         if isinstance(executor, OverlappingExecutor) and isinstance(self.sampler, OverlappingSampler):
             self.overlapping = executor if executor.overlaps else None
-        self._multi_step = executor if isinstance(executor, MultiStepExecutor) else None  # slow to ask at every step
+        self.multi_step = executor if isinstance(executor, MultiStepExecutor) else None
+        """Executor that runs several steps on one batch, if it is one that can."""
+        self.run = executor.run
+        """Runs one step, as `Backend.run`."""
         self._windowed = executor if isinstance(executor, CpuExecutor) else None  # whose layers may give blocks back
         self.progress = ProgressCounter()
         """Moves with every layer."""
@@ -93,20 +96,12 @@ class NativeBackend:
         """The caches, to be copied elsewhere and back; None where they cannot be."""
         return self.executor.block_memory() if isinstance(self.executor, MovableExecutor) else None
 
-    @property
-    def runs_several_steps(self) -> bool:
-        return self._multi_step is not None and self._multi_step.runs_several_steps
-
     def drop_cache(self) -> None:
         self.executor.drop_cache()
 
     def warm_up(self, max_rows: int) -> None:
         """Does now what steps of up to `max_rows` sequences that decode would do once. Overwrites the first block."""
         self.executor.warm_up(max_rows)
-
-    def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
-        """One step. What the leader gets counts: logits may be there alone."""
-        return self.executor.run(batch, with_logits=with_logits)
 
     def close(self) -> None:
         self.sampler.close()

@@ -182,7 +182,9 @@ class ContinuousBatching:
             queues.admit(sequence, queues.allocator.num_blocks_for(len(sequence.token_ids)), prefix)
             if sequence.request.group_id:
                 siblings.add(sequence)
-            num_tokens = queues.extend_window(sequence, min(num_step_tokens(sequence), budget))
+            num_tokens = min(num_step_tokens(sequence), budget)
+            if queues.windows is not None:
+                num_tokens = queues.extend_window(sequence, num_tokens)
             shares.append((sequence, num_tokens))
             budget -= num_tokens
         return budget
@@ -251,7 +253,7 @@ def num_blocks_to_take(queues: SequenceQueues, sequence: Sequence, prefix: Share
     for block_id in prefix.block_ids:
         num_shared += queues.allocator.ref_count(block_id) > 0
     of_all = queues.allocator.num_blocks_for(len(sequence.token_ids)) - num_shared
-    return of_all + queues.num_promised_blocks(sequence.max_num_slots)
+    return of_all if queues.windows is None else of_all + queues.num_promised_blocks(sequence.max_num_slots)
 
 
 def _num_held(queues: SequenceQueues, sequence: Sequence) -> int:
@@ -266,7 +268,9 @@ def share_out(queues: SequenceQueues, sequences: Iterable[Sequence], budget: int
     for sequence in sequences:
         if budget <= 0:
             break
-        num_tokens = queues.extend_window(sequence, min(num_step_tokens(sequence), budget))
+        num_tokens = min(num_step_tokens(sequence), budget)
+        if queues.windows is not None:
+            num_tokens = queues.extend_window(sequence, num_tokens)
         shares.append((sequence, num_tokens))
         budget -= num_tokens
     return budget

@@ -47,7 +47,9 @@ class Siblings:
         waiting = self._queues.waiting
         while waiting.num_ready:
             sequence = waiting.first()
-            if (prefix := self.prefix_of(sequence)) is not None:
+            has_group = bool(sequence.request.group_id)
+            prefix = self.prefix_of(sequence) if has_group else self._queues.cached_prefix(sequence)
+            if prefix is not None:
                 return sequence, prefix
             waiting.set_aside(sequence)
         return None

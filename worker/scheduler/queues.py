@@ -331,7 +331,7 @@ class SequenceQueues:
         assert sequence.num_computed_tokens <= num_slots, f"sequence {sequence.sequence_id} has too few blocks"
         for index, block_id in enumerate(sequence.block_ids):
             if index >= num_full:
-                is_own = self.allocator.ref_count(block_id) == 1 and block_id not in cache
+                is_own = self.allocator.ref_count(block_id) == 1 and block_id not in cache.contents
                 assert is_own, f"block {block_id} is shared before sequence {sequence.sequence_id} has filled it"
             elif (found := cache.hash_in(block_id)) is not None:
                 is_right = found == sequence.hash_chain.hash_of(index, sequence.token_ids, block_size)

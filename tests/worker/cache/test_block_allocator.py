@@ -112,7 +112,7 @@ def test_a_block_that_was_shared_again_is_evicted_after_those_that_were_not():
     allocator.share(first)
     allocator.free(first)
     assert allocator.allocate(2) == second
-    assert all(block_id in allocator.prefix_cache for block_id in first)
+    assert all(block_id in allocator.prefix_cache.contents for block_id in first)
 
 
 def test_evicted_blocks_come_out_together_in_their_order():
@@ -147,7 +147,7 @@ def test_any_order_of_calls_keeps_every_block_either_free_or_owned(calls):
         elif call == "store" and held:
             chain, cache = HashChain(str(number)), allocator.prefix_cache
             for index, block_id in enumerate(held[number % len(held)]):
-                if block_id not in cache:
+                if block_id not in cache.contents:
                     cache.store(block_id, chain, range(48), index)
         allocator.check_integrity()
         owned = [block_id for block_ids in held for block_id in block_ids]

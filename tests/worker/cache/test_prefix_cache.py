@@ -82,7 +82,7 @@ def test_the_first_of_two_copies_is_found_and_the_second_is_not_kept():
     cache = cache_with([1, 2], [7])
     store(cache, [1, 2], [8])
     assert cache.find(HashChain(""), [1, 2], 1) == [7]
-    assert (7 in cache, 8 in cache) == (True, False)
+    assert (7 in cache.contents, 8 in cache.contents) == (True, False)
     cache.check_integrity()
 
 
@@ -101,7 +101,7 @@ def test_a_block_that_is_stored_twice_is_our_mistake():
 
 def test_check_integrity_finds_tables_that_differ():
     cache = cache_with([1, 2], [7])
-    del cache._contents[7]
+    del cache.contents[7]
     with pytest.raises(AssertionError, match="tables of hashes and of blocks differ"):
         cache.check_integrity()
 

@@ -169,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.salt_of_block[block_id] == salt
         for block_id in sequence.block_ids[num_full:]:
             assert self.scheduler._allocator.ref_count(block_id) == 1
-            assert block_id not in self.scheduler._allocator.prefix_cache
+            assert block_id not in self.scheduler._allocator.prefix_cache.contents
             self.salt_of_block[block_id] = salt
 
     def add_group(self, prompt, turn_of, num_before, **wish):

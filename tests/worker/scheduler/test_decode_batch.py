@@ -165,7 +165,7 @@ def test_every_block_that_a_row_fills_is_cached():
         turn(scheduler)
         for sequence in scheduler._queues.running:
             filled = sequence.block_ids[: sequence.num_computed_tokens // BLOCK_SIZE]
-            assert all(block_id in scheduler._allocator.prefix_cache for block_id in filled)
+            assert all(block_id in scheduler._allocator.prefix_cache.contents for block_id in filled)
 
 
 def test_tenants_pay_for_what_their_rows_gain():

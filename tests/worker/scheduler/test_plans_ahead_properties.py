@@ -115,7 +115,7 @@ class AheadMachine(SchedulerMachine):
         allocator = self.scheduler._allocator
         assert all(allocator.ref_count(block_id) > 0 for block_id in sequence.block_ids)
         written = sequence.block_ids[sequence.first_position // self.block_size :]
-        assert not any(block_id in allocator.prefix_cache for block_id in written)
+        assert not any(block_id in allocator.prefix_cache.contents for block_id in written)
 
     def check_hazards(self, sequence: ScheduledSequence) -> None:
         """It writes to no block that another sequence of a step in flight uses."""

@@ -133,7 +133,7 @@ def test_a_prefix_is_found_while_what_its_next_token_sees_is_there():
     assert computed("again", prompt) == 200 - 192
     assert computed("branch", prompt[:100] + tokens(2, 50)) == 150 - 96
     cache = machine.scheduler._queues.windows.cache
-    for block_id in [block for block in cache._contents if block in machine.scheduler._allocator._evictable][:3]:
+    for block_id in [block for block in cache.contents if block in machine.scheduler._allocator._evictable][:3]:
         machine.scheduler._allocator.make_blank(block_id)
     assert computed("again, with holes", prompt) == 200 - 192
     assert not machine.wrong
