@@ -32,6 +32,7 @@ from holdfast.router.events import TextState
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.request import EngineLoad, EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_update import EngineStats, StepUpdate
 
 NUM_PREFIXES: Final = 100_000
 PREFIX_TOKENS: Final = 128
@@ -53,6 +54,7 @@ INFO: Final = ModelInfo(
     num_blocks=2**16,
     kv_bytes_per_token=8,
     row_invariant=True,
+    transfers_blocks=True,
 )
 IDLE: Final = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=1, num_total_blocks=1)
 
@@ -66,12 +68,21 @@ def prompt(number: int, length: int, tail: int = 0) -> EngineRequest:
     )
 
 
-def filled(policy: PolicyName, num_replicas: int, rng: random.Random) -> ReplicaRegistry:
-    """A registry whose replicas have some load, and all prefixes between them: a tenth of these on several."""
-    registry = ReplicaRegistry(RouterConfig(routing_policy=policy), rng.randrange)
+def filled(policy: PolicyName, num_replicas: int, rng: random.Random, *, has_roles: bool = False) -> ReplicaRegistry:
+    """A registry whose replicas have some load, and all prefixes between them: a tenth of these on several. With roles,
+    a tenth of the replicas computes long prompts, and all others decode.
+    """
+    num_prefill = max(1, num_replicas // 10) if has_roles else 0
+    roles = {"prefill_replicas": num_prefill, "decode_replicas": (num_replicas - num_prefill) * has_roles}
+    registry = ReplicaRegistry(RouterConfig(routing_policy=policy, **roles), rng.randrange)
     for number in range(num_replicas):
-        name = f"replica-{number}"
-        registry.add(ReplicaFacts.of(name, INFO), replace(IDLE, num_running=rng.randrange(8)), 0.0)
+        facts = replace(ReplicaFacts.of(f"replica-{number}", INFO), address=f"host-{number // 8}:1")
+        registry.add(facts, replace(IDLE, num_running=rng.randrange(8)), 0.0)
+    if has_roles:
+        speeds = {"": 1e9, **{f"host-{number}": 1e9 for number in range(0, num_prefill, 8)}}
+        told = EngineStats(prefill_tokens_per_s=2000.0, received_bytes_per_s=speeds)
+        for replica in registry:
+            replica.note_memory(StepUpdate(load=replica.load, stats=told))
     if policy == "prefix_aware":
         replicas = list(registry)
         for number in range(NUM_PREFIXES):
@@ -82,9 +93,9 @@ def filled(policy: PolicyName, num_replicas: int, rng: random.Random) -> Replica
     return registry
 
 
-def decisions_us(policy: PolicyName, num_replicas: int, num_decisions: int) -> list[float]:
+def decisions_us(policy: PolicyName, num_replicas: int, num_decisions: int, *, has_roles: bool = False) -> list[float]:
     """Microseconds of each decision, the least of `NUM_PASSES`."""
-    registry = filled(policy, num_replicas, random.Random(1))
+    registry = filled(policy, num_replicas, random.Random(1), has_roles=has_roles)
     passes = [_pass_us(registry, num_decisions) for _ in range(NUM_PASSES)]
     return [min(times) for times in zip(*passes, strict=True)]
 
@@ -119,14 +130,16 @@ def main() -> None:
     sizes = [int(size) for size in arguments.replicas.split(",")]
     table = Table("policy", *(f"{size} replicas" for size in sizes), title="us: median / 99th percentile")
     found = {}
-    for policy in track(get_args(PolicyName), transient=True):
+    rows = [(policy, False) for policy in get_args(PolicyName)] + [("prefix_aware", True), ("power_of_two", True)]
+    for policy, has_roles in track(rows, transient=True):
         cells = []
+        name = f"{policy}, roles" if has_roles else policy
         for size in sizes:
-            times = decisions_us(policy, size, arguments.decisions)
+            times = decisions_us(policy, size, arguments.decisions, has_roles=has_roles)
             median, p99 = statistics.median(times), statistics.quantiles(times, n=100)[98]
-            found[f"{policy} {size}"] = {"median_us": median, "p99_us": p99}
+            found[f"{name} {size}"] = {"median_us": median, "p99_us": p99}
             cells.append(f"{median:.1f} / {p99:.1f}")
-        table.add_row(policy, *cells)
+        table.add_row(name, *cells)
     Console().print(table)
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))

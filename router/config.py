@@ -283,10 +283,11 @@ class RouterConfig(Settings):
         ge=0,
         description="replicas of each model that get no long prompts while others take them; all others do both",
     )
-    prefill_tokens: int = Field(
-        512,
+    prefill_tokens: int | None = Field(
+        None,
         ge=1,
-        description="prompt tokens that no decoding replica has cached, from which a prompt is long",
+        description="prompt tokens that no decoding replica has cached, from which a prompt is long; by default "
+        "it is where it would be there sooner from another replica, by measured speeds",
     )
     max_waiting_per_replica: int = Field(
         64, ge=1, description="maximum waiting requests in one replica; more wait in the router"

@@ -1,8 +1,8 @@
 """Reports of a replica: updates of its steps, as links carry them and routers take them in, and its statistics."""
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from holdfast.worker.errors import HoldfastError
@@ -129,6 +129,8 @@ class EngineStats:
     """Bytes of blocks that came from other replicas, on the leading rank."""
     sent_bytes: int = 0
     """Bytes of blocks that went to other replicas, on the leading rank."""
+    received_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    """Speed of the last transfers by the host of the other replica, and of all by the name ""; on the leading rank."""
     prefill_tokens_per_s: float = 0.0
     """The best of the last steps that computed prompts for the most part; 0 before there were some."""
     gpu_utilization: float = 0.0

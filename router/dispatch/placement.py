@@ -8,11 +8,12 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import AdmissionQueue
 from holdfast.router.dispatch.failures import Quarantine
 from holdfast.router.dispatch.replica_registry import ReplicaRegistry
-from holdfast.router.dispatch.replica_state import ReplicaState, Role
+from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_stats import DispatchStats
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.dispatch.request_table import RequestTable
+from holdfast.router.dispatch.roles import Role
 from holdfast.router.events import Action, SendAbort, SendSubmit
 from holdfast.router.token_bucket import TokenBucket
 from holdfast.worker.config import ServiceOrderConfig
@@ -118,6 +119,8 @@ class Placement:
         if state.num_steps == NUM_STEPS_TO_CLEAR and state.num_replicas_lost_in_a_row:
             self.quarantine.clear(state)
         if state.num_steps == 1:
+            if state.attempt.number == state.handed_on[0]:
+                self._registry.note_hand_on(state, now - state.attempt.sent_at)
             if state.attempt.replica.role is Role.PREFILL and not state.request.group_id:
                 self.prefilled[state] = None
             state.attempt.replica.note_first_output(state.attempt.number, now)
@@ -284,7 +287,9 @@ class Placement:
             target = None if state.status is RequestStatus.ON_TRIAL else self._choose(state)
             if target is not None and target.role is not Role.PREFILL:
                 del self.prefilled[state]
+                moving_s = target.move_token_s(state.attempt.replica) * len(state.request.prompt_token_ids)
                 actions += self._move(state, target, now)
+                state.handed_on = state.attempt.number, moving_s
         return actions
 
     def _move(self, state: RequestState, target: ReplicaState, now: float) -> list[Action]:

@@ -97,18 +97,23 @@ class RoutingSnapshot(NamedTuple):
     prefix: PrefixMatch = NO_MATCH
     """Cached prefix of the prompt by replica; empty unless the policy uses it."""
     session_id: str = ""
+    open_slots: Sequence[Slot] | None = None
+    """Slots that are not closed, in no order, where they are known."""
 
     def is_open(self, slot: Slot) -> bool:
         return self.scores[slot] != CLOSED
 
     def without(self, slots: Collection[Slot]) -> "RoutingSnapshot":
         """The same with these replicas closed as well."""
-        scores = [CLOSED if slot in slots else score for slot, score in enumerate(self.scores)]
+        closed = set(slots)
+        scores = [CLOSED if slot in closed else score for slot, score in enumerate(self.scores)]
         kept = [score for score in scores if score != CLOSED]
-        return self._replace(scores=scores, num_open=len(kept), total_score=sum(kept))
+        return self._replace(scores=scores, num_open=len(kept), total_score=sum(kept), open_slots=None)
 
     def draw(self) -> Slot:
         """A random open replica."""
+        if self.open_slots is not None:
+            return self.open_slots[self.random_index(len(self.open_slots))]
         for _ in range(_NUM_TRIES):
             slot = self.random_index(len(self.scores))
             if self.is_open(slot):
@@ -120,13 +125,17 @@ class RoutingSnapshot(NamedTuple):
         first = self.draw()
         if self.num_open == 1:
             return first, first
+        if self.open_slots is not None:
+            others = self.open_slots
+            second = others[self.random_index(len(others) - 1)]
+            return first, others[-1] if second == first else second
         for _ in range(_NUM_TRIES):
             second = self.random_index(len(self.scores) - 1)
             second += second >= first
             if self.is_open(second):
                 return first, second
-        others = [slot for slot in self._open_slots() if slot != first]
-        return first, others[self.random_index(len(others))]
+        rest = [slot for slot in self._open_slots() if slot != first]
+        return first, rest[self.random_index(len(rest))]
 
     def draw_of(self, mask: int) -> Slot | None:
         """The less loaded of two open replicas out of a set, given as the bits of an integer; None if none is open."""

@@ -59,6 +59,10 @@ class PrefixMatch(NamedTuple):
                 return num_tokens
         return 0
 
+    def among(self, slots: int) -> "PrefixMatch":
+        """The same of these replicas alone: slots, as an integer's bits."""
+        return PrefixMatch(tuple([(count, mask & slots) for count, mask in self.holders if mask & slots]))
+
 
 NO_MATCH: Final = PrefixMatch()
 

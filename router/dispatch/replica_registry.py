@@ -10,8 +10,9 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.circuit_breaker import CircuitBreaker
 from holdfast.router.dispatch.policy import CLOSED, POLICIES, RandomIndex, RoutingSnapshot, set_bits
 from holdfast.router.dispatch.prefix_index import NO_MATCH
-from holdfast.router.dispatch.replica_state import ModelState, ReplicaState
+from holdfast.router.dispatch.replica_state import ModelState, PartOfLoads, ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.roles import Role, elsewhere_s, local_s
 from holdfast.router.dispatch.versions import position
 from holdfast.router.events import ModelStatus, ReplicaLoad
 from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState
@@ -90,34 +91,79 @@ class ReplicaRegistry:
         if len(model.replicas) == 1:  # as on one machine: there is nothing to choose
             only = model.replicas[0]
             return only if version in ("", only.version) and only.takes_more(is_trial=is_trial) else None
-        table, request = model.table, state.request
-        match = table.holders.match(state.prefix) if model.policy == "prefix_aware" else NO_MATCH
-        state.prefix_match = match
-        snapshot = table.snapshot(self._random_index, len(request.prompt_token_ids), match, request.session_id)
+        table = model.table
+        state.prefix_match = table.holders.match(state.prefix) if model.policy == "prefix_aware" else NO_MATCH
+        if model.has_roles:
+            chosen = self._choose_by_role(model, state, version)
+        else:
+            chosen = self._pick(model, self._snapshot(model, state, version))
+        if chosen is not None:
+            table.last = chosen.slot
+        return chosen
+
+    def _snapshot(
+        self, model: ModelState, state: RequestState, version: str, part: PartOfLoads | None = None
+    ) -> RoutingSnapshot:
+        """Replicas of a model, or of a part of it, that may get a request now."""
+        request, is_trial = state.request, state.is_suspect
+        num_tokens, session_id = len(request.prompt_token_ids), request.session_id
+        snapshot = model.table.snapshot(self._random_index, num_tokens, state.prefix_match, session_id, part)
         if is_trial:
             snapshot = snapshot.without([one.slot for one in model.replicas if not one.takes_more(is_trial=True)])
         if version and model.versions != {version}:
             snapshot = snapshot.without(model.others_than(version))
         elif not version and len(model.versions) > 1:
             snapshot = self._shared(model, snapshot, request.request_id)
-        if model.has_roles:
-            snapshot = self._for_role(model, state, snapshot)
-        if not snapshot.num_open:
-            return None
-        table.last = POLICIES[model.policy](snapshot)
-        return model.by_slot[table.last]
+        return snapshot
 
-    def _for_role(self, model: ModelState, state: RequestState, snapshot: RoutingSnapshot) -> RoutingSnapshot:
-        """Leaves out replicas of the other role, unless no other takes requests. A prompt is long by what has to be
-        computed of it where it would be decoded.
+    @staticmethod
+    def _pick(model: ModelState, snapshot: RoutingSnapshot) -> ReplicaState | None:
+        return model.by_slot[POLICIES[model.policy](snapshot)] if snapshot.num_open else None
+
+    def _choose_by_role(self, model: ModelState, state: RequestState, version: str) -> ReplicaState | None:
+        """The replica that computes a request's prompt: one that decodes it as well, unless one that hands it on has it
+        sooner, or no other takes requests.
         """
-        num_tokens = 0
-        if not state.output_token_ids:
-            decoding = ~sum(1 << slot for slot in model.not_for(is_long=False))
-            cached = (count for count, mask in state.prefix_match.holders if mask & decoding)
-            num_tokens = len(state.request.prompt_token_ids) - next(cached, 0)
-        chosen = snapshot.without(model.not_for(is_long=num_tokens >= self._config.prefill_tokens))
-        return chosen if chosen.num_open else snapshot
+        near, far = (self._snapshot(model, state, version, part) for part in model.table.parts)
+        target, helper = self._pick(model, near), None
+        if target is None or not (state.output_token_ids or state.request.group_id):
+            helper = self._pick(model, far)
+        if target is None or helper is None:
+            return target or helper
+        is_sooner = helper.role is Role.PREFILL and self._is_sooner_elsewhere(model, state, near, far, target, helper)
+        return helper if is_sooner else target
+
+    def _is_sooner_elsewhere(
+        self,
+        model: ModelState,
+        state: RequestState,
+        near: RoutingSnapshot,
+        far: RoutingSnapshot,
+        target: ReplicaState,
+        helper: ReplicaState,
+    ) -> bool:
+        """Whether `helper` should compute a prompt that `target` decodes then. `near` and `far`: what they were picked
+        from.
+        """
+        num_tokens, match = near.num_prompt_tokens, state.prefix_match
+        if self._config.prefill_tokens is not None:
+            cached = near.prefix.holders[0][0] if near.prefix.holders else 0
+            return num_tokens - cached >= self._config.prefill_tokens
+        here = match.num_cached(target.slot)
+        token_s, move_s = near.token_s_of(target.slot), target.move_token_s(helper)
+        hand_on_s = model.roles.hand_on_s
+        moved = num_tokens - here
+        if hand_on_s + moved * move_s >= moved * token_s:
+            return False
+        cached = match.holders[0][0] if match.holders else 0
+        num_new = target.num_tokens_ahead + num_tokens - cached
+        local = local_s(num_new, cached - here, token_s, move_s, target.load.num_running)
+        num_there = helper.num_tokens_ahead + num_tokens - match.num_cached(helper.slot)
+        return elsewhere_s(num_there, far.token_s_of(helper.slot), moved, move_s, hand_on_s) < local
+
+    def note_hand_on(self, state: RequestState, pause_s: float) -> None:
+        """A request that was handed on has brought its first output there, after so many seconds."""
+        self._models[state.model].roles.note_hand_on(pause_s, state.handed_on[1])
 
     def block_source(self, state: RequestState, target: ReplicaState) -> BlockSource | None:
         """Another replica that has more of a request's prefix than the one that it is sent to: the one that it ran on,

@@ -1,8 +1,8 @@
 """State of a replica that is up, and of a model: load, attempts, versions."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
-from enum import Enum
 from typing import Final
 
 from holdfast.router.config import PolicyName
@@ -17,23 +17,77 @@ from holdfast.router.dispatch.policy import (
     Slot,
 )
 from holdfast.router.dispatch.prefix_index import NO_MATCH, PrefixHolders, PrefixIndex, PrefixMatch
+from holdfast.router.dispatch.roles import MOVE_BYTE_S, Role, Roles
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.request import EngineLoad
 from holdfast.worker.step_update import EngineStats, StepUpdate
 
 
-class LoadTable:
-    """Loads and speeds by slot. Every change takes the same time, however many replicas there are."""
+class Loads:
+    """Loads by slot. Every change takes the same time, however many replicas there are."""
 
-    def __init__(self, *, has_ring: bool) -> None:
+    def __init__(self) -> None:
         self.scores: list[float] = []
         """`CLOSED` for a replica that may get no request now, and for an empty slot."""
-        self.holders = PrefixHolders()
-        self.ring = HashRing()
-        self.last: Slot = -1
         self.num_open = 0
         self.total_score = 0.0
         """Exact: loads are multiples of 1 / `TOKENS_PER_SEQUENCE`."""
+
+    def set_score(self, slot: Slot, score: float) -> None:
+        before = self.scores[slot]
+        if before != CLOSED:
+            self.num_open -= 1
+            self.total_score -= before
+        if score != CLOSED:
+            self.num_open += 1
+            self.total_score += score
+        self.scores[slot] = score
+
+
+class PartOfLoads(Loads):
+    """Loads of those replicas of a table that may get one kind of prompts; all others are closed."""
+
+    def __init__(self, table: Loads, members: int) -> None:
+        """`members`: slots, as an integer's bits."""
+        super().__init__()
+        self.members = members
+        self.open_slots: list[Slot] = []
+        """In no order."""
+        self._places: dict[Slot, int] = {}
+        for slot, score in enumerate(table.scores):
+            self.scores.append(CLOSED)
+            self.set_score(slot, score)
+
+    def set_score(self, slot: Slot, score: float) -> None:
+        if not self.members >> slot & 1:
+            return
+        if (score != CLOSED) != (slot in self._places):
+            self._turn(slot)
+        super().set_score(slot, score)
+
+    def _turn(self, slot: Slot) -> None:
+        """A slot that was closed is open now, or the other way round."""
+        place = self._places.pop(slot, None)
+        if place is None:
+            self._places[slot] = len(self.open_slots)
+            self.open_slots.append(slot)
+            return
+        last = self.open_slots.pop()
+        if last != slot:
+            self.open_slots[place] = last
+            self._places[last] = place
+
+
+class LoadTable(Loads):
+    """Loads and speeds by slot."""
+
+    def __init__(self, *, has_ring: bool) -> None:
+        super().__init__()
+        self.holders = PrefixHolders()
+        self.ring = HashRing()
+        self.last: Slot = -1
+        self.parts: tuple[PartOfLoads, ...] = ()
+        """Replicas that decode, and those that compute long prompts; empty without roles."""
         self._token_s: list[float | None] = []
         self._has_ring = has_ring
         self._free: list[Slot] = []
@@ -46,6 +100,8 @@ class LoadTable:
             self._free.append(len(self.scores))
             self.scores.append(CLOSED)
             self._token_s.append(None)
+            for part in self.parts:
+                part.scores.append(CLOSED)
         slot = self._free.pop()
         if self._has_ring:
             self.ring.add(replica_id, slot)
@@ -59,36 +115,42 @@ class LoadTable:
         if self._has_ring:
             self.ring.remove(slot)
 
+    def divide(self, *members: int) -> None:
+        """Keeps the loads of these replicas apart too: slots, as the bits of integers."""
+        self.parts = tuple(PartOfLoads(self, mask) for mask in members)
+
     def set_score(self, slot: Slot, score: float) -> None:
-        before = self.scores[slot]
-        if before != CLOSED:
-            self.num_open -= 1
-            self.total_score -= before
-        if score != CLOSED:
-            self.num_open += 1
-            self.total_score += score
-        self.scores[slot] = score
+        super().set_score(slot, score)
+        for part in self.parts:
+            part.set_score(slot, score)
 
     def set_speed(self, slot: Slot, tokens_per_s: float) -> None:
         """Prompt tokens a second, as a replica has measured them."""
         self._token_s[slot] = self._typical_token_s = 1 / tokens_per_s
 
     def snapshot(
-        self, random_index: RandomIndex, num_prompt_tokens: int, prefix: PrefixMatch = NO_MATCH, session_id: str = ""
+        self,
+        random_index: RandomIndex,
+        num_prompt_tokens: int,
+        prefix: PrefixMatch = NO_MATCH,
+        session_id: str = "",
+        part: PartOfLoads | None = None,
     ) -> RoutingSnapshot:
         """Input of a policy for one request. It is valid until the next change."""
+        loads: Loads = self if part is None else part
         return RoutingSnapshot(
-            scores=self.scores,
-            num_open=self.num_open,
-            total_score=self.total_score,
+            scores=loads.scores,
+            num_open=loads.num_open,
+            total_score=loads.total_score,
             token_s=self._token_s,
             typical_token_s=self._typical_token_s,
             ring=self.ring,
             last=self.last,
             random_index=random_index,
             num_prompt_tokens=num_prompt_tokens,
-            prefix=prefix,
+            prefix=prefix if part is None else prefix.among(part.members),
             session_id=session_id,
+            open_slots=None if part is None else part.open_slots,
         )
 
     def check_integrity(self) -> None:
@@ -96,6 +158,11 @@ class LoadTable:
         open_scores = [score for score in self.scores if score != CLOSED]
         assert self.num_open == len(open_scores)
         assert self.total_score == sum(open_scores)
+        for part in self.parts:
+            among = {slot for slot, score in enumerate(self.scores) if score != CLOSED and part.members >> slot & 1}
+            assert sorted(part.open_slots) == sorted(among)
+            assert part.num_open == len(among)
+            assert part.total_score == sum(self.scores[slot] for slot in among)
 
 
 _KEPT: Final = 0.95
@@ -152,6 +219,7 @@ class ReplicaState:
         self.facts = facts
         self.version, self.fingerprint = facts.version, facts.fingerprint
         self.role = Role.BOTH
+        self.host = facts.address.rpartition(":")[0]
         self.load = load
         self.breaker = breaker
         self.stats: EngineStats | None = None
@@ -195,9 +263,20 @@ class ReplicaState:
         num_sequences = max(load.num_running + load.num_waiting + self._num_sent, len(self.attempts))
         return num_sequences + (load.num_waiting_tokens + self._num_sent_tokens) / TOKENS_PER_SEQUENCE
 
+    @property
+    def num_tokens_ahead(self) -> int:
+        """Prompt tokens that a request sent there now would wait for."""
+        return self.load.num_waiting_tokens + self._num_sent_tokens
+
     def sends_blocks_to(self, other: "ReplicaState") -> bool:
         """Whether another replica can take its blocks."""
         return bool(self.facts.transfers_blocks and self.facts.address) and self.version == other.version
+
+    def move_token_s(self, sender: "ReplicaState") -> float:
+        """Seconds a token whose blocks come from another replica: as measured from its host, else as usual."""
+        speeds: Mapping[str, float] = {} if self.stats is None else self.stats.received_bytes_per_s
+        speed = speeds.get(sender.host) or speeds.get("")
+        return self.facts.kv_bytes_per_token * (1 / speed if speed else MOVE_BYTE_S)
 
     @property
     def is_retiring(self) -> bool:
@@ -266,26 +345,14 @@ class ReplicaState:
             self._table.set_score(self.slot, self.score if self.takes_more() else CLOSED)
 
 
-class Role(Enum):
-    """Part of a replica in the requests of its model."""
-
-    BOTH = "both"
-    PREFILL = "prefill"
-    """Computes long prompts, and hands their requests on."""
-    DECODE = "decode"
-    """Gets no long prompts while others take them."""
-
-
 class ModelState:
     """One model that has been served here at least once."""
 
     def __init__(self, facts: ModelInfo, policy: PolicyName, num_prefill: int = 0, num_decode: int = 0) -> None:
-        """`num_prefill` of its replicas compute long prompts alone, and `num_decode` get none."""
+        """`num_prefill` and `num_decode` as for `Roles`."""
         self.facts = facts
         self.policy = policy
-        self._num_by_role = num_prefill, num_decode
-        self.has_roles = False
-        """Whether some of its replicas have a role now, and can hand requests on."""
+        self.roles = Roles(num_prefill, num_decode)
         self.table = LoadTable(has_ring=policy == "session_affinity")
         self.replicas: list[ReplicaState] = []
         self.by_slot: dict[Slot, ReplicaState] = {}
@@ -307,27 +374,24 @@ class ModelState:
         self._assign_roles()
         self.refresh_facts()
 
-    def _assign_roles(self) -> None:
-        """Assigns roles in the order of ids, so that routers that know the same replicas agree. Where there are too few
-        replicas for both roles, each does both.
-        """
-        num_prefill, num_decode = self._num_by_role
-        ordered = sorted(
-            (one for one in self.replicas if one.facts.transfers_blocks), key=lambda one: one.facts.replica_id
-        )
-        self.has_roles = bool(num_prefill or num_decode) and len(ordered) > max(num_prefill, 1)
-        for replica in self.replicas:
-            replica.role = Role.BOTH
-        for number, replica in enumerate(ordered if self.has_roles else ()):
-            if number < num_prefill:
-                replica.role = Role.PREFILL
-            elif number < num_prefill + num_decode:
-                replica.role = Role.DECODE
+    @property
+    def has_roles(self) -> bool:
+        """Whether some of its replicas have a role now, and can hand requests on."""
+        return bool(self.table.parts)
 
-    def not_for(self, *, is_long: bool) -> list[Slot]:
-        """Slots of replicas that get no long prompts, or nothing but them."""
-        role = Role.DECODE if is_long else Role.PREFILL
-        return [replica.slot for replica in self.replicas if replica.role is role]
+    def _assign_roles(self) -> None:
+        able = (replica.facts.replica_id for replica in self.replicas if replica.facts.transfers_blocks)
+        roles = self.roles.assign(able)
+        for replica in self.replicas:
+            replica.role = roles.get(replica.facts.replica_id, Role.BOTH)
+        if roles:
+            self.table.divide(self._without(Role.PREFILL), self._without(Role.DECODE))
+        else:
+            self.table.divide()
+
+    def _without(self, role: Role) -> int:
+        """Slots of the replicas of all other roles, as an integer's bits."""
+        return sum(1 << replica.slot for replica in self.replicas if replica.role is not role)
 
     def others_than(self, version: str) -> list[Slot]:
         """The slots of replicas of other versions."""

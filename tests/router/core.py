@@ -1,7 +1,7 @@
 """What the tests of the dispatch core share: a text state without a tokenizer, and a core with its time and actions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
@@ -20,15 +20,13 @@ from holdfast.worker.request import (
     TokenDelta,
 )
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.step_update import PlainTokens, Rejection, StepUpdate
+from holdfast.worker.step_update import EngineStats, PlainTokens, Rejection, StepUpdate
 
 NO_LOAD = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=9, num_total_blocks=9)
 
 
-def load(num_running: int = 0, num_waiting: int = 0) -> EngineLoad:
-    return EngineLoad(
-        num_running=num_running, num_waiting=num_waiting, num_waiting_tokens=0, num_free_blocks=9, num_total_blocks=9
-    )
+def load(num_running: int = 0, num_waiting: int = 0, num_waiting_tokens: int = 0) -> EngineLoad:
+    return replace(NO_LOAD, num_running=num_running, num_waiting=num_waiting, num_waiting_tokens=num_waiting_tokens)
 
 
 @dataclass(frozen=True)
@@ -145,9 +143,10 @@ class Core:
         replica_id: str = "r",
         rejections: Sequence[Rejection] = (),
         load: EngineLoad = NO_LOAD,
+        stats: EngineStats | None = None,
     ) -> list[Action]:
         plain, others = PlainTokens.split(deltas)  # as a link has them
-        news = StepUpdate(load=load, plain=plain, deltas=others, rejections=rejections)
+        news = StepUpdate(load=load, plain=plain, deltas=others, rejections=rejections, stats=stats)
         return self._checked(self.dispatch.step(replica_id, news, self.now))
 
     def tick(self, after_s: float = 0.0) -> list[Action]:

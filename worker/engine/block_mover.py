@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -34,6 +34,10 @@ NEWS_S: Final = 1.0
 """Time between two looks at what other processes have stored."""
 LATE_S: Final = 0.5
 """Seconds to wait for a piece that the leader already has."""
+LEAST_MEASURED_BYTES: Final = 1 << 16
+"""Shorter transfers tell nothing of the speed: they take as long as their beginning."""
+MAX_HOSTS: Final = 64
+"""Hosts whose speed is remembered."""
 PAUSE_S: Final = 5.0
 """After a write that failed none is tried for so long."""
 _CLOSE_S: Final = 5.0
@@ -70,8 +74,8 @@ class MoverCounts:
         """CPU time of the thread of the steps; measured."""
         self.write_s_per_byte = 1e-9
         """CPU time of the mover's thread; measured."""
-        self.receive_s_per_byte = 1e-9
-        """Seconds per byte from another replica; measured."""
+        self.received_bytes_per_s: Mapping[str, float] = {"": 1e9}
+        """Speed of transfers by the other replica's host, and of all by the name ""; measured."""
         self.num_received_bytes = 0
         self.num_sent_bytes = 0
 
@@ -354,7 +358,7 @@ class BlockMover:
     def _note_received(self, fetch: _Fetch, sender: Sender, error: Exception | None) -> None:
         """The connection is closed. A piece that is not whole is handed on, and then what is missing is computed."""
         self.counts.num_received_bytes += fetch.num_bytes
-        self._note("receive_s_per_byte", fetch.began_s, time.monotonic(), fetch.num_bytes)
+        self._note_speed(sender.address[0], time.monotonic() - fetch.began_s, fetch.num_bytes)
         if isinstance(error, WrongDigestError):
             self.counts.num_failures += 1
         if error is not None:
@@ -382,6 +386,17 @@ class BlockMover:
         if num_bytes:
             old = getattr(self.counts, name)
             setattr(self.counts, name, old + _WEIGHT * ((ended_s - began_s) / num_bytes - old))
+
+    def _note_speed(self, host: str, lasted_s: float, num_bytes: int) -> None:
+        if num_bytes < LEAST_MEASURED_BYTES:
+            return
+        old = self.counts.received_bytes_per_s
+        found = {name: old.get(name, old[""]) for name in ("", host)}
+        # A mean of times, as each byte counts: mean speeds would forget how slow the slow ones are.
+        means = {name: 1 / (1 / speed + _WEIGHT * (lasted_s / num_bytes - 1 / speed)) for name, speed in found.items()}
+        others = {name: speed for name, speed in old.items() if name not in found}
+        kept = list(others.items())[-MAX_HOSTS:]
+        self.counts.received_bytes_per_s = {**dict(kept), **means}
 
     def _measure(self) -> None:
         """Measures the least cost of reading, before anything was read: digest and copy of some rows."""

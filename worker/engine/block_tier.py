@@ -161,6 +161,7 @@ class BlockTier:
         stats.num_received_tokens = self.restores.num_received_tokens
         stats.num_sent_blocks = self.sendings.num_sent_blocks
         stats.received_bytes, stats.sent_bytes = counts.num_received_bytes, counts.num_sent_bytes
+        stats.received_bytes_per_s = counts.received_bytes_per_s
 
     def store_some(self, step_s: float | None) -> None:
         """Copies some blocks to the store. `step_s`: how long the last step took; None: nothing runs."""

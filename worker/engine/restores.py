@@ -15,7 +15,7 @@ from typing import Final
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.cache.state_slots import StateSlots
-from holdfast.worker.engine.tier_mover import KV, STATE, Mover, TierShape
+from holdfast.worker.engine.tier_mover import KV, STATE, Mover, TierShape, receive_s_per_byte
 from holdfast.worker.request import BlockSource, EngineRequest, Priority
 from holdfast.worker.step_plan import StateCopy
 
@@ -152,11 +152,11 @@ class Restores:
 
     def _moving_s(self, restore: Restore) -> float:
         """Seconds until it is here. Blocks of one place come one after the other."""
-        counts = self._mover.counts
-        is_near = restore.source is None
-        others = sum(one.num_bytes for one in self._restores.values() if (one.source is None) is is_near)
-        each_s = counts.copy_s_per_byte + (counts.read_s_per_byte if is_near else counts.receive_s_per_byte)
-        return (FIXED_S if is_near else ASKING_S) + (restore.num_bytes + others) * each_s
+        counts, source = self._mover.counts, restore.source
+        others = sum(one.num_bytes for one in self._restores.values() if (one.source is None) is (source is None))
+        moving_s = counts.read_s_per_byte if source is None else receive_s_per_byte(counts, source.address)
+        fixed_s = FIXED_S if source is None else ASKING_S
+        return fixed_s + (restore.num_bytes + others) * (counts.copy_s_per_byte + moving_s)
 
     def _computing_time_s(self, restore: Restore) -> float:
         position = restore.depth * self._allocator.block_size - restore.num_tokens

@@ -2,7 +2,7 @@
 in both.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -27,7 +27,7 @@ class MovingCounts(Protocol):
     copy_s_per_byte: float
     write_s_per_byte: float
     read_s_per_byte: float
-    receive_s_per_byte: float
+    received_bytes_per_s: Mapping[str, float]
     num_blocks: int
     num_bytes: int
     num_failures: int
@@ -35,6 +35,12 @@ class MovingCounts(Protocol):
     staged_bytes: int
     num_received_bytes: int
     num_sent_bytes: int
+
+
+def receive_s_per_byte(counts: MovingCounts, address: str) -> float:
+    """Seconds a byte from the replica whose link has this address: as from its host, else as from all."""
+    speeds = counts.received_bytes_per_s
+    return 1 / (speeds.get(address.rpartition(":")[0]) or speeds[""])
 
 
 class Mover(Protocol):

@@ -9,6 +9,7 @@ import math
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from itertools import repeat
+from typing import Any
 
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.state_slots import StateSlots
@@ -290,6 +291,7 @@ class Scheduler:
         sequences).
         """
         load = self.load()
+        of_slots: dict[str, Any] = {} if self._slots is None else dict(self._slots.stats())
         return replace(
             self.counts,
             step_counts=tuple(self.counts.step_counts),
@@ -303,7 +305,7 @@ class Scheduler:
             num_total_blocks=load.num_total_blocks,
             num_wasted_slots=self._queues.num_wasted_slots(),
             num_evictions=self.prefix_cache.num_evictions,
-            **({} if self._slots is None else self._slots.stats()),
+            **of_slots,
         )
 
     def check_integrity(self) -> None:

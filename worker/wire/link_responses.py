@@ -391,6 +391,7 @@ def _cache_changes(events: engine_pb2.CacheEvents) -> CacheChanges:
 
 def _engine_stats(stats: engine_pb2.EngineStats) -> EngineStats:
     fields = {name: getattr(stats, name) for name in _STATS_NAMES}
+    fields["received_bytes_per_s"] = dict(stats.received_bytes_per_s)
     step_counts = tuple(stats.step_counts)
     fields["step_counts"] = step_counts if len(step_counts) == len(NO_STEPS) else NO_STEPS  # other versions count else
     return EngineStats(**fields)

@@ -5,8 +5,8 @@ the request that computed it. Who reads keys and values of another breaks a prom
 """
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 from zlib import crc32
 
@@ -128,7 +128,7 @@ class MovingFigures:
     copy_s_per_byte: float = 1e-6
     write_s_per_byte: float = 1e-6
     read_s_per_byte: float = 1e-6
-    receive_s_per_byte: float = 1e-6
+    received_bytes_per_s: Mapping[str, float] = field(default_factory=lambda: {"": 1e6})
     num_blocks: int = 0
     num_bytes: int = 0
     num_failures: int = 0

@@ -95,7 +95,7 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
             max_ttft_s=random.Random(f"ttft {seed}").choice((*(None,) * 6, 1.0, 5.0)),
             prefill_replicas=random.Random(f"prefill {seed}").choice((0, 0, 1, 2)) if has_transfers else 0,
             decode_replicas=random.Random(f"decode {seed}").choice((0, 1)) if has_transfers else 0,
-            prefill_tokens=random.Random(f"long {seed}").choice((1, 8)),
+            prefill_tokens=random.Random(f"long {seed}").choice((1, 8, None)),
         ),
         limits=limits,
         replica=replica,

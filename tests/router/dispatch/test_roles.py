@@ -1,9 +1,15 @@
-"""Roles of replicas: who computes long prompts, when a request is handed on, and what happens without one of them."""
+"""Roles of replicas: who computes long prompts, when a request is handed on, and what happens without one of them.
+
+With `prefill_tokens` a prompt is long by its length; without, by measured seconds.
+"""
+
+import pytest
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.dispatch.replica_state import Role
+from holdfast.router.dispatch.roles import Role
 from holdfast.worker.request import BlockSource
-from tests.router.core import Core, aborts, delta, sent
+from holdfast.worker.step_update import EngineStats
+from tests.router.core import Core, aborts, delta, load, sent
 from tests.router.dispatch.test_block_sources import retire, up
 from tests.router.dispatch.test_prefix_routing import cached_on
 
@@ -11,7 +17,7 @@ LONG = 641
 
 
 def core_of(*names: str, prefill: int = 1, decode: int = 0) -> Core:
-    core = Core(RouterConfig(prefill_replicas=prefill, decode_replicas=decode))
+    core = Core(RouterConfig(prefill_replicas=prefill, decode_replicas=decode, prefill_tokens=512))
     for name in names:
         up(core, name)
     return core
@@ -96,3 +102,69 @@ def test_a_failed_over_request_goes_to_a_replica_that_decodes():
     core.step(delta(moved.attempt, 1, 6), replica_id=moved.replica_id)
     again = sent(core.down(moved.replica_id))
     assert again.replica_id != "a" or roles(core)["a"] is Role.BOTH
+
+
+# --- by seconds ---
+
+BYTES = 10_000
+"""Of a token."""
+
+
+def by_seconds(token_s: float = 1e-3, bytes_per_s: float = 1e9, num_running: int = 8, host: str = "") -> Core:
+    """One replica that computes prompts, `a`, and one that decodes, `b`, with so many streams."""
+    core = Core(RouterConfig(prefill_replicas=1, decode_replicas=1))
+    for name in "ab":
+        up(core, name, kv_bytes_per_token=BYTES)
+        told = EngineStats(prefill_tokens_per_s=1 / token_s, received_bytes_per_s={"": 1e9, host: bytes_per_s})
+        core.step(replica_id=name, stats=told, load=load(num_running=num_running if name == "b" else 0))
+    return core
+
+
+def goes_to(core: Core, num_tokens: int) -> str:
+    return sent(core.submit(f"{num_tokens}", num_prompt_tokens=num_tokens)).replica_id
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_tokens", "chosen"),
+    [
+        ({}, 2000, "a"),
+        ({}, 5, "b"),  # to hand it on takes longer than to compute it
+        ({"num_running": 0}, 2000, "b"),  # nobody would wait for it
+        ({"bytes_per_s": 1e6}, 2000, "b"),  # moving takes longer than computing
+        ({"bytes_per_s": 1e6, "host": "a"}, 2000, "b"),  # the same, from the host of a alone
+        ({"bytes_per_s": 1e6, "host": "c"}, 2000, "a"),
+        ({"token_s": 1e-6}, 2000, "b"),  # computing takes no time
+    ],
+)
+def test_who_computes_a_prompt_is_decided_by_measured_seconds(changes, num_tokens, chosen):
+    assert goes_to(by_seconds(**changes), num_tokens) == chosen
+
+
+def test_a_queue_where_prompts_are_computed_leaves_them_where_they_are_decoded():
+    core = by_seconds()
+    core.step(replica_id="a", load=load(num_waiting=9, num_waiting_tokens=20_000))
+    assert goes_to(core, 2000) == "b"
+
+
+def test_a_prompt_that_is_cached_at_the_decoding_replica_stays_there():
+    core = by_seconds()
+    cached_on(core, "b")
+    assert goes_to(core, LONG) == "b"
+
+
+def test_what_others_have_cached_is_fetched_by_the_decoding_replica_where_that_is_sooner():
+    core = by_seconds()
+    cached_on(core, "a")
+    first = sent(core.submit("one", num_prompt_tokens=LONG))
+    assert (first.replica_id, first.request.block_source) == ("b", BlockSource("a:1", LONG - 1))
+
+
+def test_what_handing_on_takes_is_measured_and_counts():
+    core = by_seconds()
+    roles = core.dispatch.registry.model("m").roles
+    first = sent(core.submit("one", num_prompt_tokens=2000))
+    moved = sent(core.step(delta(first.attempt, 0, 5), replica_id="a"))
+    core.now += 100.0
+    core.step(delta(moved.attempt, 1, 6), replica_id="b", load=load(num_running=8))
+    assert roles.hand_on_s > 0.5
+    assert goes_to(core, 2000) == "b", "it takes longer than the delay of all streams"

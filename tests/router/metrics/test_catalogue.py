@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 MONITORING = ROOT / "k8s" / "monitoring"
 FUNCTIONS = {"sum", "by", "max", "min", "time", "rate", "increase", "histogram_quantile", "label_values", "and"}
 LOAD = EngineLoad(num_running=3, num_waiting=1, num_waiting_tokens=70, num_free_blocks=6, num_total_blocks=10)
-COUNTS = {item.name: 1 for item in fields(EngineStats) if item.name != "step_counts"}
+COUNTS = {item.name: 1 for item in fields(EngineStats) if item.default == 0}
 STATS = EngineStats(**COUNTS, step_counts=(2, *NO_STEPS[1:]))
 
 

@@ -1,7 +1,8 @@
 """What goes below the cache and comes back: when, how much, and who waits for it; with a store that the test plays."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import pytest
 
@@ -24,7 +25,8 @@ PROMPT = tuple(range(1, 34))
 
 
 class Counts:
-    copy_s_per_byte = write_s_per_byte = read_s_per_byte = receive_s_per_byte = 1e-6
+    copy_s_per_byte = write_s_per_byte = read_s_per_byte = 1e-6
+    received_bytes_per_s: Mapping[str, float] = MappingProxyType({"": 1e6})
     num_blocks = num_bytes = num_failures = num_errors = staged_bytes = num_received_bytes = num_sent_bytes = 0
 
 

@@ -130,8 +130,9 @@ def deltas(draw: st.DrawFn) -> TokenDelta:
 loads = of(EngineLoad, **{item.name: uint32 for item in fields(EngineLoad)})
 stats = of(
     EngineStats,
-    **{item.name: uint32 for item in fields(EngineStats) if item.name != "step_counts"}
+    **{item.name: uint32 for item in fields(EngineStats) if item.name not in ("step_counts", "received_bytes_per_s")}
     | {name: st.floats(0, allow_infinity=False) for name in ("step_time_s", "plan_time_s", "commit_time_s")},
+    received_bytes_per_s=st.dictionaries(text, st.floats(0, allow_infinity=False), max_size=3),
     step_counts=st.lists(uint64, min_size=len(NO_STEPS), max_size=len(NO_STEPS)).map(tuple),
 )
 hashes = st.lists(uint64, max_size=5).map(tuple)
