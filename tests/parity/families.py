@@ -121,6 +121,7 @@ WITH_STATES: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA,
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
     "granitemoehybrid": {**_MAMBA, **MOE, "num_local_experts": 4},
+    "lfm2_moe": {**MOE, "num_experts": 4, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 16, "n_groups": 2},
     "nemotron_h": {
         **MOE,

@@ -18,6 +18,15 @@ from tests.parity.harness import worker_config
 
 CONV, LINEAR, FULL = "conv", "linear_attention", "full_attention"
 LFM2: dict[str, Any] = {"block_multiple_of": 8, "head_dim": ..., "num_hidden_layers": 3}
+LFM2_MOE: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_dense_layers": 1,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.5,
+    "head_dim": ...,
+}
 DELTA_NET: dict[str, Any] = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
@@ -182,6 +191,11 @@ PATTERNS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         }.items()
     },
+    "conv, mixture": ("lfm2_moe", {**LFM2_MOE, "layer_types": [CONV, FULL, CONV, CONV]}),
+    "conv, mixture, chosen by weight": (
+        "lfm2_moe",
+        {**LFM2_MOE, "layer_types": [CONV, CONV, FULL, FULL], "use_expert_bias": False, "norm_topk_prob": False},
+    ),
     **DELTA_NETS,
     **MAMBAS,
 }

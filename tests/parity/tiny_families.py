@@ -57,7 +57,6 @@ _OWN_SHAPES: Final[dict[str, dict[str, Any]]] = {
         "activation_sparsity_pattern": [0.0, 0.0],
     },
     "gemma4_text": {**_PER_LAYER, "global_head_dim": 8},
-    "lfm2_moe": {**MOE, "num_experts": 4, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
 }
 
 _SHAPES: Final[tuple[dict[str, Any], ...]] = (

@@ -151,6 +151,7 @@ class Moe:
     scoring: Literal["softmax", "softmax_of_top", "sigmoid"] = "softmax"
     selection_bias: str | None = None
     """The tensor that is added to the scores by which experts are chosen; [1, experts] if it `is_row`."""
+    has_selection_bias: Setting = True
     is_row: bool = False
     num_groups: Callable[[Any], int] = lambda config: 1
     top_groups: Callable[[Any], int] = lambda config: 1

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Final
 
 from holdfast.worker.models.family import Family, HeadNorms, Moe, NextToken, NormKind, Windows, is_sparse
-from holdfast.worker.models.family_rules import derive_qwen, full_every
+from holdfast.worker.models.family_rules import derive_lfm2, derive_qwen, full_every, short_conv_length
 
 BIASES: Final = {"attention_bias": False, "mlp_bias": False}
 TYPES: Final = {"sliding_window": 4096, "layer_types": None}
@@ -190,3 +190,39 @@ LAYER_BEHIND: Final = NextToken(
 """The next-token layer of GLM and DeepSeek, which is stored as one layer more."""
 TRANSPOSED: Final = "transposed_experts"
 """Set where a checkpoint of several models has them (`text_model.py`)."""
+
+LFM2: Final = replace(
+    BARE,
+    architecture="Lfm2ForCausalLM",
+    entries={
+        "intermediate_size": 12288,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "tie_embedding": None,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_ff_dim": None,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+        "full_attn_idxs": None,
+        "layer_types": None,
+    },
+    derive=derive_lfm2,
+    layer_types=frozenset({"full_attention", "conv"}),
+    eps="norm_eps",
+    final_norm="embedding_norm",
+    attention_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    output="out_proj",
+    head_norms=HeadNorms.ONE_FOR_EACH,
+    query_norm="q_layernorm",
+    key_norm="k_layernorm",
+    conv="conv",
+    state_lengths={"conv": short_conv_length},
+    theta=1_000_000.0,
+    mlp="feed_forward",
+    gate_up=("w1", "w3"),
+    down="w2",
+)

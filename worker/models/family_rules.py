@@ -83,9 +83,13 @@ def derive_smollm3(config: Any) -> None:
     derive_qwen(lambda config, index: not config.no_rope_layers[index])(config)
 
 
-def derive_lfm2(config: Any) -> None:
+def derive_lfm2_moe(config: Any) -> None:
     config.hidden_act, config.head_dim = "silu", None
     config.tie_word_embeddings = config.tie_word_embeddings if config.tie_embedding is None else config.tie_embedding
+
+
+def derive_lfm2(config: Any) -> None:
+    derive_lfm2_moe(config)
     inner = config.intermediate_size if config.block_ff_dim is None else config.block_ff_dim
     if config.block_auto_adjust_ff_dim:
         inner, unit = int(config.block_ffn_dim_multiplier * int(2 * inner / 3)), config.block_multiple_of

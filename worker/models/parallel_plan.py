@@ -90,6 +90,13 @@ ATTENTION_AND_MLP: Final[Mapping[str, str]] = {**_ATTENTION, **_MLP}
 """The plan of llama, and of families that are split alike."""
 
 _FUSED_MLP: Final = {"model.layers.*.mlp.gate_up_proj": "packed_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+_LFM2: Final = (
+    _attention("model.layers.*.self_attn.", "out_proj")
+    | _rules("model.layers.*.conv.", "three_packed_colwise", "in_proj")
+    | {"model.layers.*.conv.out_proj": "rowwise", "model.layers.*.feed_forward.w2": "rowwise"}
+    | _rules("model.layers.*.feed_forward.", "colwise", "w1", "w3")
+)
+
 _GPT_OSS_EXPERTS: Final = {  # stored as [expert, input, output], gate and up interleaved
     "model.layers.*.mlp.experts": "moe_tp_experts",
     "model.layers.*.mlp.experts.gate_up_proj": "rowwise",
@@ -134,10 +141,8 @@ _OVERRIDES: Final[Mapping[str, Mapping[str, str]]] = {
     "hunyuan_v1_moe": _ATTENTION
     | _rules("model.layers.*.mlp.shared_mlp.", "colwise", "gate_proj", "up_proj")
     | {"model.layers.*.mlp.shared_mlp.down_proj": "rowwise"},
-    "lfm2": _attention("model.layers.*.self_attn.", "out_proj")
-    | _rules("model.layers.*.conv.", "three_packed_colwise", "in_proj")
-    | {"model.layers.*.conv.out_proj": "rowwise", "model.layers.*.feed_forward.w2": "rowwise"}
-    | _rules("model.layers.*.feed_forward.", "colwise", "w1", "w3"),
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
     "mamba2": _mamba("backbone.layers.*.mixer."),
     "nemotron_h": _attention("model.layers.*.mixer.")
     | _mamba("model.layers.*.mixer.")

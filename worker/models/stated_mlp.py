@@ -151,7 +151,7 @@ class MlpBuilder:
         return None if scale == 1.0 else torch.full((count,), scale)
 
     def _selection_bias(self, moe: Moe, prefix: str, count: int) -> Tensor | None:
-        if moe.selection_bias is None:
+        if moe.selection_bias is None or not is_set(moe.has_selection_bias, self._config):
             return None
         return self._share.vector(prefix + moe.selection_bias, (1, count) if moe.is_row else (count,))
 

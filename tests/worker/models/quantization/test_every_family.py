@@ -28,6 +28,7 @@ from tests.worker.models.test_int8 import numbers_of_units
 
 HYBRIDS = {
     "lfm2": "conv, attention, conv",
+    "lfm2_moe": "conv, mixture",
     "qwen3_5_text": "dense",
     "qwen3_5_moe_text": "mixture",
     "qwen3_next": "by key heads, mixture",
