@@ -90,7 +90,10 @@ NEVER_LOADS = {  # by file or folder, for all below it
 CORES = (  # files without IO in rooms that have some: the simulator runs them, or both ends of a wire read them
     "worker/engine/engine_core.py",
     "worker/engine/block_tier.py",
+    "worker/engine/held_requests.py",
     "worker/engine/request_guards.py",
+    "worker/engine/restores.py",
+    "worker/engine/sendings.py",
     "worker/engine/tier_mover.py",
     "worker/replica/hang_verdict.py",
     "worker/wire/link_requests.py",
@@ -179,6 +182,26 @@ def test_rooms_load_only_what_they_may():
         forbidden = set().union(*(names for folder, names in never.items() if below(path, folder)))
         loaded = {top.split(".")[0] for top in imports(path)}
         assert not loaded & forbidden, f"{path} loads {loaded & forbidden}"
+
+
+def loaded_with(path: str) -> set[str]:
+    """Top names of all packages that importing a file loads, through Holdfast's own modules."""
+    paths = {module: other for other, module in sources().items()}
+    found, left = set[str](), [path]
+    seen = {path}
+    while left:
+        for name in imports(left.pop(), lazy=False):
+            found.add(name.split(".")[0])
+            if name in paths and paths[name] not in seen:
+                seen.add(paths[name])
+                left.append(paths[name])
+    return found
+
+
+def test_importing_a_core_loads_no_tensors_in_any_way():
+    for path in CORES:
+        assert not loaded_with(path) & (TENSORS - {"numpy"}), path
+    assert "torch" in loaded_with("worker/engine/adapters.py")
 
 
 def test_importing_the_router_loads_no_tensors():

@@ -18,10 +18,11 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Final, TypeVar
 
-from holdfast.worker.engine.adapters import AdapterDesk, AdapterOrders
+from holdfast.worker.engine.adapters import AdapterOrders
 from holdfast.worker.engine.block_mover import MoverEvents
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine_core import EngineCore
+from holdfast.worker.engine.held_requests import AdapterDesk
 from holdfast.worker.engine.inbox import Inbox
 from holdfast.worker.engine.overlapping import RunLength, StepsInFlight
 from holdfast.worker.engine.request_guards import NumbersCheck
@@ -211,7 +212,7 @@ class Engine:
             return lambda: self._inbox.put_unless_closed(lambda: self._take_adapter(ticket))
 
         slots, in_use = self._core.scheduler.adapter_slots, self._core.adapters_in_use
-        self._core.adapters = AdapterDesk(num_slots, slots, in_use, orders.fetch, orders.take, later)
+        self._core.serve_adapters(AdapterDesk(num_slots, slots, in_use, orders.fetch, orders.take, later))
 
     def _take_adapter(self, ticket: int) -> None:
         self._land()
@@ -219,7 +220,7 @@ class Engine:
 
     def put_below(self, tier: BlockTier) -> MoverEvents:
         """Gives the cache a store below it, before the start; what its mover is to call."""
-        self._core.tier = tier
+        self._core.put_below(tier)
         put = self._inbox.put_unless_closed
         return MoverEvents(
             on_news=lambda came, gone: put(lambda: tier.learn(came, gone)),
@@ -263,7 +264,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether anything waits to be done. While it does, `progress` should move."""
-        waits = self._core.scheduler.has_work or self._core.is_waited_for or not self._inbox.is_empty
+        waits = self._core.scheduler.has_work or bool(self._core.held) or not self._inbox.is_empty
         return self._inbox.closed_by is None and waits
 
     @property
@@ -295,7 +296,7 @@ class Engine:
         if not self._core.scheduler.has_work:
             core = self._core
             wait_s = core.most_idle_s(self._clock(), self._idle_s)
-            if (core.held or core.adapters is not None) and core.is_waited_for:
+            if (core.held.for_blocks or core.adapters is not None) and core.held:
                 self.progress.tick()  # who waits sees that this thread does not stand still
                 wait_s = min(wait_s, HELD_LOOK_S)
         commands = self._inbox.take(wait_s)

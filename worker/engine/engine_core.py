@@ -8,24 +8,22 @@ A caller whose device runs one step while the next is planned asks for that one 
 
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from holdfast.worker.block_hash import root_hash
 from holdfast.worker.cache.prefix_cache import CacheFeed
-from holdfast.worker.engine.adapters import AdapterDesk, Waiting
 from holdfast.worker.engine.block_tier import BlockTier
+from holdfast.worker.engine.held_requests import AdapterDesk, HeldRequest, HeldRequests
+from holdfast.worker.engine.inbox import OutputQueue
 from holdfast.worker.engine.request_guards import NonFiniteGuard, NumbersCheck, Suspects, no_numbers
-from holdfast.worker.engine.restores import Restore
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
-from holdfast.worker.scheduler.acceptance import DropReason
+from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta
+from holdfast.worker.scheduler.acceptance import BestSpeeds, DropReason
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import (
-    NO_CHANGES,
     NO_STEPS,
     TOKEN_TIMES_S,
-    EngineStats,
     Rejection,
     StepListener,
     StepUpdate,
@@ -34,50 +32,6 @@ from holdfast.worker.structured_outputs import dead_end
 
 STATS_EVERY_STEPS: Final = 32
 """A busy engine works its statistics out once in so many steps, and whenever it falls idle."""
-
-MIN_PREFILL_TOKENS: Final = 64
-"""Steps with fewer prompt tokens say little of the speed of prefill: their fixed costs are most of their time."""
-
-NUM_FIRST_PREFILLS: Final = 8
-"""Number of such steps before a speed is reported: the first ones after a load are slow."""
-
-PREFILL_SPEED_LOSS: Final = 0.01
-"""The share of a speed that is forgotten with each such step that does not reach it."""
-
-
-class OutputQueue:
-    """The deltas, rejections and prefix-cache changes that one listener has not been sent yet."""
-
-    def __init__(self) -> None:
-        self.is_new = True
-        self.deltas: list[TokenDelta] = []
-        self.rejections: list[Rejection] = []
-        self.cache: CacheFeed | None = None
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self.is_new or self.deltas or self.rejections or (self.cache and self.cache.has_news))
-
-    def take(self, step_id: int, load: EngineLoad, stats: EngineStats | None) -> StepUpdate:
-        update = StepUpdate(
-            step_id=step_id,
-            deltas=tuple(self.deltas),
-            rejections=tuple(self.rejections),
-            load=load,
-            cache=self.cache.take() if self.cache else NO_CHANGES,
-            stats=stats,
-        )
-        self.is_new, self.deltas, self.rejections = False, [], []
-        return update
-
-
-class _Held(NamedTuple):
-    """A request that waits for its prefix to be brought back from below the cache."""
-
-    request: EngineRequest
-    listener: StepListener
-    arrived_s: float
-    restore: Restore
 
 
 class EngineCore:
@@ -99,17 +53,14 @@ class EngineCore:
         """Check for non-finite logits. Without one, several requests without finite logits are proof against the
         replica."""
         self.tier: BlockTier | None = None
-        """Block tier, if the cache has a block store below it. Set before any request comes."""
-        self.held: dict[Hashable, _Held] = {}
-        """Requests that wait for blocks from below the cache, or from another replica, by their keys. Read only."""
+        """Block tier, if blocks can be moved (`put_below`)."""
         self.adapters: AdapterDesk | None = None
-        """Desk of adapters, where they are served. Set before any request comes."""
-        self._in_doubt: list[Hashable] = []
-        """Attempts without finite logits, which fail if the replica turns out to be well."""
+        """Desk of adapters, where they are served (`serve_adapters`)."""
+        self.held = HeldRequests()
+        """Requests that wait for blocks or for an adapter. To be read only."""
         self._counts = scheduler.counts
         self._step_counts = self._counts.step_counts = [*NO_STEPS]
-        self._best_prefill_speed = 0.0
-        self._num_prefills = 0
+        self._speeds = BestSpeeds(scheduler.deadlines, self._counts)
         self._step_id = 0
         self._reported_step_id = 0  # of the last step that was reported to listeners
         self._stats_step_id = 0  # of the last step whose statistics were reported
@@ -117,6 +68,14 @@ class EngineCore:
         """Load as last reported, for a listener without requests here. Read only."""
         self.told_stats = scheduler.stats()
         """Statistics last computed for listeners."""
+
+    def put_below(self, tier: BlockTier) -> None:
+        """Blocks can be moved to the cache and from it. Before any request comes."""
+        self.tier = self.held.tier = tier
+
+    def serve_adapters(self, desk: AdapterDesk) -> None:
+        """Requests may have adapters. Before any request comes."""
+        self.adapters = self.held.adapters = desk
 
     # --- listeners ---
 
@@ -134,10 +93,7 @@ class EngineCore:
         self._reject_dropped()
         self._output_queues.pop(listener, None)
         self._feeds.pop(listener, None)
-        for attempt in [attempt for attempt, held in self.held.items() if held.listener is listener]:
-            self._take_held(attempt)
-        for attempt in [attempt for attempt, one in self._awaiting.items() if one.listener is listener]:
-            del self._awaiting[attempt]
+        self.held.drop(listener)
         for attempt in [attempt for attempt, owner in self._owners.items() if owner is listener]:
             self.abort(attempt)
 
@@ -163,13 +119,11 @@ class EngineCore:
             return
         if self.tier is not None and listener is self.numbers_check:
             self.tier.leave_out(root_hash(request.cache_salt, request.tenant, request.adapter_digest))
-        if attempt in self.held:
+        may_be_held = self.tier is not None and (self.tier.has_store or request.block_source is not None)
+        if attempt in self.held.for_blocks:
             self._release(attempt)
-        elif self.tier is not None and (self.tier.has_store or request.block_source is not None):
-            restore = self.tier.restores.restore_for(request, now)
-            if restore is not None:
-                self.held[attempt] = _Held(request, listener, now, restore)
-                return
+        elif may_be_held and self.held.hold_for_blocks(attempt, request, listener, now):
+            return
         self._submit(request, listener, now, attempt)
 
     def _has_adapter(self, request: EngineRequest, listener: StepListener, now: float, attempt: Hashable) -> bool:
@@ -181,22 +135,13 @@ class EngineCore:
             return False
         if self.adapters.is_ready(request.adapter):
             return True
-        self.adapters.hold(attempt, Waiting(request, listener, now))
+        self.adapters.hold(attempt, HeldRequest(request, listener, now))
         return False
-
-    @property
-    def _awaiting(self) -> dict[Hashable, Waiting]:
-        """Requests that wait for their adapters."""
-        return {} if self.adapters is None else self.adapters.waiting
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether requests wait for what comes from elsewhere: blocks, or an adapter."""
-        return bool(self.held or (self.adapters is not None and self.adapters.waiting))
 
     def adapters_in_use(self) -> set[str]:
         """Digests of the adapters of open requests, those that wait for their prefix among them."""
-        return self.scheduler.adapters_in_use() | {held.request.adapter_digest for held in self.held.values()}
+        of_held = {held.request.adapter_digest for held in self.held.for_blocks.values()}
+        return self.scheduler.adapters_in_use() | of_held
 
     def adapter_loaded(self, ticket: int) -> None:
         """A load of an adapter is over: between two steps, those who waited for it go on, or are refused."""
@@ -231,33 +176,28 @@ class EngineCore:
 
     def _release(self, attempt: Hashable) -> None:
         """A request that was held goes on, as if it had come just now, but for its deadline."""
-        held = self._take_held(attempt)
-        self._submit(held.request, held.listener, held.arrived_s, attempt, held.restore.num_hit_tokens)
-
-    def _take_held(self, attempt: Hashable) -> _Held:
-        held = self.held.pop(attempt)
-        if self.tier is not None and all(other.restore is not held.restore for other in self.held.values()):
-            self.tier.restores.end(held.restore)
-        return held
+        held = self.held.take(attempt)
+        num_disk_tokens = 0 if held.restore is None else held.restore.num_hit_tokens
+        self._submit(held.request, held.listener, held.arrived_s, attempt, num_disk_tokens)
 
     def abort(self, attempt: Hashable) -> None:
         """Ends a request; its last delta says `ABORT`. Unknown keys are ignored."""
-        if attempt in self.held:
+        if attempt in self.held.for_blocks:
             self._release(attempt)
-        if attempt in self._awaiting:
+        if attempt in self.held.for_adapters:
             self._end_awaiting(attempt)
             return
         delta = self.scheduler.abort(attempt)
         if delta is not None:
             self._keep([delta])
             self._note_ended()
-        elif attempt in self._in_doubt:
-            self._in_doubt.remove(attempt)
+        elif attempt in self._non_finite_guard.in_doubt:
+            self._non_finite_guard.in_doubt.remove(attempt)
             self._reject(attempt, no_numbers())
 
     def _end_awaiting(self, attempt: Hashable) -> None:
         """Ends a request that waits for its adapter, as if it had been aborted while it waited for a slot."""
-        one = self._awaiting.pop(attempt)
+        one = self.held.for_adapters.pop(attempt)
         output_queue = self._output_queues.get(one.listener)
         if output_queue is not None:
             num_tokens = len(one.request.output_token_ids)
@@ -270,9 +210,9 @@ class EngineCore:
 
     def abort_all(self) -> None:
         """`abort` for every request."""
-        for attempt in list(self._awaiting):
+        for attempt in list(self.held.for_adapters):
             self._end_awaiting(attempt)
-        for attempt in list(self.held):
+        for attempt in list(self.held.for_blocks):
             self._release(attempt)
         self._keep(self.scheduler.abort_all())
         self._reject_in_doubt()
@@ -288,9 +228,8 @@ class EngineCore:
         if self.tier.has_store:
             self._note_cache_events()
         self.tier.sendings.advance(step_s, now)
-        for restore in self.tier.restores.advance(step_s, now):
-            for attempt in [attempt for attempt, held in self.held.items() if held.restore is restore]:
-                self._release(attempt)
+        for attempt in self.held.has_blocks(step_s, now):
+            self._release(attempt)
         if self.tier.has_store:
             self.tier.store_some(step_s)
         self.tier.report(self._counts)
@@ -304,7 +243,7 @@ class EngineCore:
 
     def forget_cache(self) -> None:
         """Forgets the cache, which belongs to other weights now. No request may be open."""
-        for attempt in list(self.held):
+        for attempt in list(self.held.for_blocks):
             self._release(attempt)
         self.scheduler.forget_cache()
         if self.tier is not None:
@@ -321,7 +260,7 @@ class EngineCore:
         self._step_id = plan.step_id
         self._counts.step_time_s += step_s
         if step_s > 0:
-            self._note_speed(plan, step_s)
+            self._speeds.note(plan, step_s, self.scheduler.policy.limits.max_num_batched_tokens)
         deltas = self.scheduler.commit(plan, result)
         if self.scheduler.dropped:
             self._reject_dropped(has_others=bool(deltas))
@@ -342,16 +281,10 @@ class EngineCore:
                 not_finite.append(one)
             else:
                 self._reject(one.attempt, dead_end() if one.reason is DropReason.DEAD_END else _too_late())
-        if not not_finite:
-            return
-        doubt = self._non_finite_guard.note_step(not_finite, has_others=has_others)
-        if doubt is not None and not (self.numbers_check is not None and self.numbers_check.ask_in_doubt()):
-            raise doubt
-        for one in not_finite:
-            if doubt is None or self._owners[one.attempt] is self.numbers_check:
-                self._reject(one.attempt, no_numbers())
-            else:
-                self._in_doubt.append(one.attempt)
+        if not_finite:
+            check, owners, guard = self.numbers_check, self._owners, self._non_finite_guard
+            for attempt in guard.judge(not_finite, check, owners, has_others=has_others):
+                self._reject(attempt, no_numbers())
 
     def settle(self) -> None:
         """The replica is well: the requests without finite logits are themselves at fault."""
@@ -359,9 +292,8 @@ class EngineCore:
         self._reject_in_doubt()
 
     def _reject_in_doubt(self) -> None:
-        for attempt in self._in_doubt:
+        for attempt in self._non_finite_guard.take_in_doubt():
             self._reject(attempt, no_numbers())
-        self._in_doubt.clear()
 
     def _reject(self, attempt: Hashable, error: HoldfastError) -> None:
         """Keeps a rejection for the owner of a request, which ends it."""
@@ -414,7 +346,8 @@ class EngineCore:
         left_behind = [attempt for attempt, owner in self._owners.items() if owner not in self._output_queues]
         assert not left_behind, f"no listener has the requests {left_behind}"
         load = self.scheduler.load()
-        num_alive = load.num_running + load.num_waiting + len(self._in_doubt) + len(self.scheduler.dropped)
+        num_ending = len(self.scheduler.dropped) + len(self._non_finite_guard.in_doubt)
+        num_alive = load.num_running + load.num_waiting + num_ending
         assert num_alive == len(self._owners), f"{num_alive} requests are alive, and {len(self._owners)} are waited for"
 
     # --- internals ---
@@ -444,24 +377,6 @@ class EngineCore:
             events, states = self.tier.seen(events, states)
         for feed in self._feeds.values():
             feed.note(events, states)
-
-    def _note_speed(self, plan: StepPlan, step_s: float) -> None:
-        """Notes the speed of a full step. Only the best speed counts: slower steps would make the router drop requests
-        that could be served.
-
-        The speed of prefill is the best of late, of steps in which prompts have most of the tokens, and enough to fill
-        the machine.
-        """
-        num_tokens = plan.num_tokens
-        scheduler = self.scheduler
-        if num_tokens >= scheduler.policy.limits.max_num_batched_tokens:
-            scheduler.deadlines.tokens_per_s = max(num_tokens / step_s, scheduler.deadlines.tokens_per_s or 0.0)
-        if num_tokens - len(plan.decodes.token_ids) >= max(MIN_PREFILL_TOKENS, num_tokens // 2):
-            self._num_prefills += 1
-            self._best_prefill_speed *= 1 - PREFILL_SPEED_LOSS
-            self._best_prefill_speed = max(self._best_prefill_speed, num_tokens / step_s)
-            if self._num_prefills >= NUM_FIRST_PREFILLS:
-                self._counts.prefill_tokens_per_s = self._best_prefill_speed
 
 
 def _too_late() -> DeadlineExceededError:

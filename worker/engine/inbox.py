@@ -1,11 +1,16 @@
-"""Inbox of an engine: commands from any thread for the one that runs the steps. Closed once, for a reason."""
+"""Inbox and output queues of an engine: commands from any thread for the one that runs the steps, and what each
+listener has not been sent yet.
+"""
 
 import queue
 import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
+from holdfast.worker.cache.prefix_cache import CacheFeed
 from holdfast.worker.errors import HoldfastError
+from holdfast.worker.request import EngineLoad, TokenDelta
+from holdfast.worker.step_update import NO_CHANGES, EngineStats, Rejection, StepUpdate
 
 Command: TypeAlias = Callable[[], None]
 
@@ -53,3 +58,29 @@ class Inbox:
                 commands.append(self._commands.get_nowait())
         except queue.Empty:
             return commands
+
+
+class OutputQueue:
+    """The deltas, rejections and prefix-cache changes that one listener has not been sent yet."""
+
+    def __init__(self) -> None:
+        self.is_new = True
+        self.deltas: list[TokenDelta] = []
+        self.rejections: list[Rejection] = []
+        self.cache: CacheFeed | None = None
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.is_new or self.deltas or self.rejections or (self.cache and self.cache.has_news))
+
+    def take(self, step_id: int, load: EngineLoad, stats: EngineStats | None) -> StepUpdate:
+        update = StepUpdate(
+            step_id=step_id,
+            deltas=tuple(self.deltas),
+            rejections=tuple(self.rejections),
+            load=load,
+            cache=self.cache.take() if self.cache else NO_CHANGES,
+            stats=stats,
+        )
+        self.is_new, self.deltas, self.rejections = False, [], []
+        return update

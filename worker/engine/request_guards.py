@@ -6,7 +6,7 @@ the two it is, a question with a known answer tells (`worker/replica/known_answe
 alone are no proof.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -35,6 +35,28 @@ class NonFiniteGuard:
     def __init__(self) -> None:
         self.in_a_row: list[Hashable] = []
         """Failures in a row. Read-only."""
+        self.in_doubt: list[Hashable] = []
+        """Attempts without finite logits, which fail if the replica turns out to be well."""
+
+    def judge(
+        self,
+        broken: Sequence[DroppedRequest],
+        check: NumbersCheck | None,
+        owners: Mapping[Hashable, StepListener],
+        *,
+        has_others: bool,
+    ) -> list[Hashable]:
+        """The attempts among `broken` that fail now; the others are in doubt until the `check` has its answer, whose
+        own questions always fail. Raises `ReplicaError` where the replica may be at fault and no check answers.
+        """
+        doubt = self.note_step(broken, has_others=has_others)
+        if doubt is None:
+            return [one.attempt for one in broken]
+        if check is None or not check.ask_in_doubt():
+            raise doubt
+        questions = [one.attempt for one in broken if owners[one.attempt] is check]
+        self.in_doubt += [one.attempt for one in broken if one.attempt not in questions]
+        return questions
 
     def note_step(self, broken: Sequence[DroppedRequest], *, has_others: bool) -> ReplicaError | None:
         """The `broken` requests got no token in this step; `has_others`: other requests did. What is wrong where the
@@ -57,6 +79,11 @@ class NonFiniteGuard:
     def settle(self) -> None:
         """The replica is well: what came before proves nothing any more."""
         self.in_a_row.clear()
+
+    def take_in_doubt(self) -> list[Hashable]:
+        """Attempts in doubt, which are so no more."""
+        taken, self.in_doubt = self.in_doubt, []
+        return taken
 
 
 def no_numbers() -> InternalError:

@@ -1,14 +1,27 @@
-"""Acceptance of requests: which can never run and are refused, and which run out of time and are dropped."""
+"""Acceptance of requests: which can never run and are refused, which run out of time and are dropped, and the measured
+speeds by which that is foreseen.
+"""
 
 from collections.abc import Hashable
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
+from holdfast.worker.step_plan import StepPlan
+from holdfast.worker.step_update import EngineStats
 from holdfast.worker.timers import Timers
+
+MIN_PREFILL_TOKENS: Final = 64
+"""Steps with fewer prompt tokens say little of the speed of prefill: their fixed costs are most of their time."""
+
+NUM_FIRST_PREFILLS: Final = 8
+"""Number of such steps before a speed is reported: the first ones after a load are slow."""
+
+PREFILL_SPEED_LOSS: Final = 0.01
+"""The share of a speed that is forgotten with each such step that does not reach it."""
 
 
 def check_can_end(request: EngineRequest, eos_token_ids: frozenset[int]) -> None:
@@ -93,3 +106,30 @@ class DeadlineWatch:
             return sequence.deadline_s
         num_cached = self._queues.cached_prefix(sequence).num_tokens
         return sequence.deadline_s - (len(sequence.token_ids) - num_cached) / self.tokens_per_s
+
+
+class BestSpeeds:
+    """The best speeds of full steps. Only the best count: by slower ones the scheduler and routers would drop requests
+    that could be served.
+    """
+
+    def __init__(self, deadlines: DeadlineWatch, counts: EngineStats) -> None:
+        """Sets `DeadlineWatch.tokens_per_s` and `EngineStats.prefill_tokens_per_s`."""
+        self._deadlines = deadlines
+        self._counts = counts
+        self._best_prefill = 0.0
+        self._num_prefills = 0
+
+    def note(self, plan: StepPlan, step_s: float, max_num_batched_tokens: int) -> None:
+        """A step took so many seconds. The speed of prefill is the best of late, of steps in which prompts have most of
+        the tokens, and enough to fill the machine.
+        """
+        num_tokens = plan.num_tokens
+        if num_tokens >= max_num_batched_tokens:
+            self._deadlines.tokens_per_s = max(num_tokens / step_s, self._deadlines.tokens_per_s or 0.0)
+        if num_tokens - len(plan.decodes.token_ids) >= max(MIN_PREFILL_TOKENS, num_tokens // 2):
+            self._num_prefills += 1
+            self._best_prefill *= 1 - PREFILL_SPEED_LOSS
+            self._best_prefill = max(self._best_prefill, num_tokens / step_s)
+            if self._num_prefills >= NUM_FIRST_PREFILLS:
+                self._counts.prefill_tokens_per_s = self._best_prefill

@@ -115,7 +115,8 @@ class SimulatedReplica(Process):
             self.core.scheduler.can_preempt,
             has_store=disk is not None,
         )
-        self._mover.tier = self.core.tier = tier
+        self._mover.tier = tier
+        self.core.put_below(tier)
         if disk is not None:
             tier.learn(disk.names(kind), ())
         if self.transfers is not None:

@@ -102,7 +102,7 @@ class Played:
             scheduler.num_waiting,
             scheduler.can_preempt,
         )
-        self.core.tier = self.tier
+        self.core.put_below(self.tier)
         self.listener = Listener()
         self.core.attach(self.listener)
         self._runner = PseudoRunner(num_blocks, SIZE)

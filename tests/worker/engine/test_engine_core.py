@@ -2,9 +2,10 @@
 
 import pytest
 
-from holdfast.worker.engine.engine_core import NUM_FIRST_PREFILLS, EngineCore
+from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError
 from holdfast.worker.request import FinishReason
+from holdfast.worker.scheduler.acceptance import NUM_FIRST_PREFILLS
 from tests.worker.schedulers import BLOCK_SIZE, make_request, make_result, make_scheduler
 
 

@@ -1,0 +1,167 @@
+"""Requests of an engine that are held for what comes from elsewhere: blocks of their prefix, from below the cache or
+from another replica, or their adapter. Without IO.
+
+A slot is given to another adapter only when no request with the one that it holds is open.
+"""
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+from holdfast.worker.adapter import Adapter
+from holdfast.worker.engine.block_tier import BlockTier
+from holdfast.worker.engine.restores import Restore
+from holdfast.worker.errors import HoldfastError, InvalidRequestError
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.step_update import StepListener
+
+logger = logging.getLogger(__name__)
+
+
+class HeldRequest(NamedTuple):
+    """A request that is not with the scheduler yet."""
+
+    request: EngineRequest
+    listener: StepListener
+    arrived_s: float
+    restore: Restore | None = None
+    """The restore that it waits for; None: it waits for its adapter."""
+
+
+class HeldRequests:
+    """The held requests of an engine, by the keys of their attempts."""
+
+    def __init__(self) -> None:
+        self.tier: BlockTier | None = None
+        """Block tier, if blocks can be moved. Set before any request comes."""
+        self.adapters: AdapterDesk | None = None
+        """Desk of adapters, where they are served. Set before any request comes."""
+        self.for_blocks: dict[Hashable, HeldRequest] = {}
+        """Those that wait for blocks. To be read only."""
+
+    @property
+    def for_adapters(self) -> dict[Hashable, HeldRequest]:
+        """Those that wait for adapters. To be read only."""
+        return {} if self.adapters is None else self.adapters.waiting
+
+    def __bool__(self) -> bool:
+        return bool(self.for_blocks or self.for_adapters)
+
+    def hold_for_blocks(self, attempt: Hashable, request: EngineRequest, listener: StepListener, now: float) -> bool:
+        """Whether a request is held from now on, for a part of its prefix that is brought back."""
+        restore = None if self.tier is None else self.tier.restores.restore_for(request, now)
+        if restore is not None:
+            self.for_blocks[attempt] = HeldRequest(request, listener, now, restore)
+        return restore is not None
+
+    def has_blocks(self, step_s: float | None, now: float) -> list[Hashable]:
+        """Attempts whose restores are over, or given up. `step_s` as for `Restores.advance`."""
+        restores = [] if self.tier is None else self.tier.restores.advance(step_s, now)
+        return [attempt for restore in restores for attempt, held in self.for_blocks.items() if held.restore is restore]
+
+    def take(self, attempt: Hashable) -> HeldRequest:
+        """Takes out one that waits for blocks. A restore ends with the last request that waits for it."""
+        held = self.for_blocks.pop(attempt)
+        if all(other.restore is not held.restore for other in self.for_blocks.values()):
+            assert self.tier is not None, "blocks are brought back"
+            assert held.restore is not None, "it waits for blocks"
+            self.tier.restores.end(held.restore)
+        return held
+
+    def drop(self, listener: StepListener) -> None:
+        """Takes out all of a listener."""
+        for attempt in [attempt for attempt, held in self.for_blocks.items() if held.listener is listener]:
+            self.take(attempt)
+        for attempt in [attempt for attempt, held in self.for_adapters.items() if held.listener is listener]:
+            del self.for_adapters[attempt]
+
+
+class AdapterDesk:
+    """Desk of adapters: the requests that wait for one, and the slot that holds each. Not thread-safe."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        slots: dict[str, int],
+        in_use: Callable[[], set[str]],
+        fetch: Callable[[int, Adapter, Callable[[], None]], None],
+        take: Callable[[int, int], Exception | None],
+        later: Callable[[int], Callable[[], None]],
+    ) -> None:
+        """`slots`: the scheduler's, of resident adapters by digest, in the order of last use. `in_use`: digests of open
+        requests. `later(ticket)` makes what a thread calls when a load is over: it has `loaded` called.
+        """
+        self._free = list(range(num_slots, 0, -1))
+        self._slots = slots
+        self._in_use = in_use
+        self._fetch, self._take, self._later = fetch, take, later
+        self._loading: dict[int, Adapter] = {}
+        self._num_loads = 0
+        self.waiting: dict[Hashable, HeldRequest] = {}
+        """Requests by attempt, in order of arrival."""
+        self._full: dict[str, Adapter] = {}  # that are to be loaded once there is a slot
+
+    def is_ready(self, adapter: Adapter) -> bool:
+        """Whether it is resident. That counts as a use."""
+        slot = self._slots.pop(adapter.digest, None)
+        if slot is None:
+            return False
+        self._slots[adapter.digest] = slot
+        return True
+
+    def hold(self, attempt: Hashable, held: HeldRequest) -> None:
+        """Holds a request until its adapter is resident, which is loaded if no other request has it loaded."""
+        adapter = held.request.adapter
+        assert adapter is not None
+        self.waiting[attempt] = held
+        if all(one.digest != adapter.digest for one in (*self._loading.values(), *self._full.values())):
+            self._full[adapter.digest] = adapter
+            self.advance()
+
+    def advance(self) -> None:
+        """Begins the loads that there are slots for. To be called when a request has ended."""
+        for digest, adapter in list(self._full.items()):
+            if all(one.request.adapter_digest != digest for one in self.waiting.values()):
+                del self._full[digest]
+            elif self._has_slot():
+                del self._full[digest]
+                self._num_loads += 1
+                self._loading[self._num_loads] = adapter
+                self._fetch(self._num_loads, adapter, self._later(self._num_loads))
+
+    @property
+    def has_full(self) -> bool:
+        """Whether an adapter waits for a slot."""
+        return bool(self._full)
+
+    def loaded(self, ticket: int) -> tuple[list[tuple[Hashable, HeldRequest]], HoldfastError | None]:
+        """Takes what was loaded, between two steps: requests that waited for it, and why they cannot go on, if so."""
+        adapter = self._loading.pop(ticket)
+        slot = self._free.pop()
+        failure = self._take(ticket, slot)
+        if failure is None:
+            self._slots[adapter.digest] = slot
+        else:
+            self._free.append(slot)
+        ready = [(key, one) for key, one in self.waiting.items() if one.request.adapter_digest == adapter.digest]
+        for attempt, _ in ready:
+            del self.waiting[attempt]
+        return ready, None if failure is None else _refusal(adapter, failure)
+
+    def _has_slot(self) -> bool:
+        """Whether there is a slot beside those that are promised; gives up the one used least recently if need be."""
+        if len(self._free) > len(self._loading):
+            return True
+        in_use = self._in_use()
+        unused = next((digest for digest in self._slots if digest not in in_use), None)
+        if unused is None:
+            return False
+        self._free.append(self._slots.pop(unused))
+        return True
+
+
+def _refusal(adapter: Adapter, failure: Exception) -> HoldfastError:
+    if isinstance(failure, HoldfastError):
+        return InvalidRequestError("model", adapter.name, str(failure))
+    logger.error("adapter %s in %s", adapter.name, adapter.path, exc_info=failure)
+    return InvalidRequestError("model", adapter.name, f"the adapter in {adapter.path} could not be loaded: {failure}")
