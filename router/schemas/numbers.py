@@ -132,8 +132,8 @@ def _rounded_inward(value: float, *, is_lower: bool) -> float:
 def _is_exact(value: float) -> bool:
     if isinstance(value, int):
         return abs(value) <= _EXACT or (abs(value) <= _LARGEST and int(float(value)) == value)
-    if not math.isfinite(value):
-        return False
+    if not math.isfinite(value) or (value.is_integer() and abs(value) > _LARGEST):
+        return False  # beside `type: integer` llguidance writes the last of 64 bits, or overflows its stack
     return len(Decimal(repr(value)).normalize().as_tuple().digits) <= _DIGITS
 
 
