@@ -41,6 +41,7 @@ def family(name: str) -> Callable[[Path], Path]:
 
 MODELS: dict[str, Callable[[Path], Path]] = {
     "LFM2": hybrid("attention last"),
+    "LFM2, a mixture": hybrid("conv, mixture"),
     "Qwen3.5": hybrid("dense"),
     "Qwen3.5, a mixture": hybrid("mixture"),
     "Qwen3-Next": hybrid("by key heads, mixture"),
@@ -53,6 +54,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "DeepSeek V3": family("deepseek_v3"),
     "GLM-4.7-Flash": family("glm4_moe_lite"),
     "Gemma 3": windowed("gemma3_text", SLIDING, SLIDING, SLIDING, FULL),
+    "Gemma 4 E2B": family("gemma4_text, shared keys"),
     "gpt-oss": windowed("gpt_oss", SLIDING, FULL),
     "Cohere 2": windowed("cohere2", FULL, SLIDING, FULL),
 }
@@ -109,6 +111,14 @@ def cached(case: Case) -> None:
     scheduler = case.scheduler()
     assert [case.run(scheduler) for _ in range(2)] == [case.alone] * 2
     assert scheduler.stats().num_prefix_hit_tokens > 64
+
+
+def in_one_memory(case: Case) -> None:
+    """A state takes the place of 9 blocks, and blocks and snapshots make way for each other."""
+    if not case.leader._runner.info.num_state_slots:
+        pytest.skip("the model keeps no states")
+    scheduler = case.scheduler(8, state_blocks=9, num_blocks=48)
+    assert [case.run(scheduler) for _ in range(2)] == [case.alone] * 2
 
 
 def drafted(case: Case) -> None:
@@ -203,6 +213,7 @@ SITUATIONS: dict[str, Callable[[Case], None]] = {
     "in chunks of 7": in_chunks(7),
     "in chunks of 64": in_chunks(64),
     "cached": cached,
+    "in one memory": in_one_memory,
     "drafted": drafted,
     "MTP": by_next_token_layer,
     "preempted": preempted,

@@ -247,13 +247,15 @@ class _Claim(NamedTuple):
 
 def num_blocks_to_take(queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> int:
     """Free blocks that a waiting sequence needs: all its blocks, less those of its prefix that are in use already, and
-    those that it is promised in layers with a window.
+    those that it is promised in layers with a window, or in whose place its state is.
     """
     num_shared = 0
     for block_id in prefix.block_ids:
         num_shared += queues.allocator.ref_count(block_id) > 0
     of_all = queues.allocator.num_blocks_for(len(sequence.token_ids)) - num_shared
-    return of_all if queues.windows is None else of_all + queues.num_promised_blocks(sequence.max_num_slots)
+    if queues.windows is None and queues.slots is None:
+        return of_all
+    return of_all + queues.num_promised_blocks(sequence.max_num_slots)
 
 
 def _num_held(queues: SequenceQueues, sequence: Sequence) -> int:
