@@ -86,6 +86,15 @@ class SendAbort:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendTakePins:
+    """Tell a replica that another one leaves, whose pinned prefixes it is to pin."""
+
+    replica_id: str
+    address: str
+    """Address of the one that leaves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
     """The request is over, with an error."""
 
@@ -97,7 +106,7 @@ class Fail:
         return self.key.request_id
 
 
-Action = SendSubmit | SendAbort | OutputDelta | Fail
+Action = SendSubmit | SendAbort | SendTakePins | OutputDelta | Fail
 
 
 # --- out: queries ---

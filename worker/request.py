@@ -136,6 +136,16 @@ class KeptPrefix(NamedTuple):
     """Seconds from when they are computed or found."""
 
 
+class PinnedPrefix(NamedTuple):
+    """Prefix that is pinned, as one replica hands it on to another."""
+
+    tenant: str
+    ttl_s: float
+    """Seconds for which it is still to be kept."""
+    hashes: tuple[bytes, ...]
+    """Hash of the root, and of each of its blocks in order."""
+
+
 class BlockSource(NamedTuple):
     """Another replica of the same version that has blocks of a request's prefix. Advice, which may be wrong."""
 

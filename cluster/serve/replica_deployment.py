@@ -173,6 +173,7 @@ class ReplicaDeployment:
         deadline_s = time.monotonic() + self._drain_timeout_s
         while self._is_busy() and time.monotonic() < deadline_s:
             await asyncio.sleep(IDLE_CHECK_S)
+        await self._server.hand_pins_on(deadline_s - time.monotonic())
         await self._server.stop()
         if self._api is not None:
             await self._api.stop()

@@ -175,22 +175,22 @@ class Dispatch:
     def replica_up(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> list[Action]:
         """A link came up. The replica must not be up already."""
         self.registry.add(facts, load, now)
-        return self._drain(facts.model, now)
+        return [*self.registry.hand_pins_on(), *self._drain(facts.model, now)]
 
     def replica_retiring(self, replica_id: str, is_retiring: bool, now: float) -> list[Action]:
         """A replica accepts no new requests (or does again). Its requests move to others, as far as those have room."""
         replica = self.registry.get(replica_id)
         if replica is None:
             return []
-        self.registry.retire(replica, is_retiring)
-        return self._drain(replica.facts.model, now)
+        pins = self.registry.retire(replica, is_retiring)
+        return [*pins, *self._drain(replica.facts.model, now)]
 
     def replica_down(self, replica_id: str, error: HoldfastError, now: float) -> list[Action]:
         """A link was lost, and with it all attempts on that replica: their requests continue on other replicas."""
         replica = self.registry.remove(replica_id, now)
         if replica is None:
             return []
-        actions: list[Action] = []
+        actions: list[Action] = [*self.registry.hand_pins_on()]
         if not replica.is_retiring:
             self._note_lost(replica)
         for state in self._placement.lose_all(replica, now):

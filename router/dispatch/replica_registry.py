@@ -14,7 +14,7 @@ from holdfast.router.dispatch.replica_state import ModelState, PartOfLoads, Repl
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.roles import Role, elsewhere_s, local_s
 from holdfast.router.dispatch.versions import position
-from holdfast.router.events import ModelStatus, ReplicaLoad
+from holdfast.router.events import ModelStatus, ReplicaLoad, SendTakePins
 from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState
 from holdfast.worker.errors import UnknownModelError
 from holdfast.worker.model_info import ReplicaFacts
@@ -184,13 +184,28 @@ class ReplicaRegistry:
                     return BlockSource(replica.facts.address, num_tokens)
         return None
 
-    def retire(self, replica: ReplicaState, is_retiring: bool) -> None:
+    def retire(self, replica: ReplicaState, is_retiring: bool) -> list[SendTakePins]:
         """Marks a replica as retiring, or no longer so."""
         replica.is_retiring = is_retiring
         if is_retiring:
             self.retiring[replica.facts.replica_id] = replica
         else:
             self.retiring.pop(replica.facts.replica_id, None)
+            replica.heir = None
+        return self.hand_pins_on()
+
+    def hand_pins_on(self) -> list[SendTakePins]:
+        """For each retiring replica without an heir, the one that is to pin what it has pinned, if there is one. All
+        routers choose the same: of those with the most blocks, the first by its id.
+        """
+        actions = []
+        for replica in self.retiring.values():
+            others = self._models[replica.facts.model].replicas
+            heirs = [one for one in others if not one.is_retiring and replica.sends_blocks_to(one)]
+            if heirs and replica.heir not in heirs:
+                replica.heir = min(heirs, key=lambda one: (-one.facts.num_blocks, one.facts.replica_id))
+                actions.append(SendTakePins(replica_id=replica.heir.facts.replica_id, address=replica.facts.address))
+        return actions
 
     def retiring_of(self, model: str) -> list[ReplicaState]:
         """Retiring replicas of a model that still run attempts of this router."""

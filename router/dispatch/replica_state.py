@@ -233,6 +233,8 @@ class ReplicaState:
         """Attempts of this router that run or wait there."""
         self._is_up = True
         self._is_retiring = False
+        self.heir: ReplicaState | None = None
+        """Replica that pins what this one has pinned, which is retiring."""
         self._num_sent = 0
         self._num_sent_tokens = 0
         self._table = table

@@ -15,7 +15,7 @@ import grpc
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.circuit_breaker import Backoff
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.events import SendAbort, SendSubmit
+from holdfast.router.events import SendAbort, SendSubmit, SendTakePins
 from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
@@ -29,6 +29,7 @@ from holdfast.worker.wire.link_requests import (
     kill_message,
     set_log_level_message,
     submit_message,
+    take_pins_message,
 )
 from holdfast.worker.wire.link_responses import (
     LinkMessageError,
@@ -174,6 +175,9 @@ class ReplicaLink:
 
     def abort(self, action: SendAbort) -> None:
         self._outbox.put_nowait(abort_message(action.attempt))
+
+    def take_pins(self, action: SendTakePins) -> None:
+        self._outbox.put_nowait(take_pins_message(action.address))
 
     def kill(self) -> None:
         """The replica's process is to end at once, if it was started with that allowed."""

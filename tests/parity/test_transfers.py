@@ -6,8 +6,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 
+from holdfast.v1 import engine_pb2_grpc
 from holdfast.worker.cache.sealing import CheckSealer
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.engine import block_sockets
@@ -15,6 +17,7 @@ from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import BlockSource, EngineRequest
 from holdfast.worker.scheduler.step_time import StepTimeModel
+from holdfast.worker.wire.link_requests import take_pins_message
 from holdfast.worker.wire.link_security import UNSECURED, LinkSecurity
 from tests import loops
 from tests.parity.families import save_tiny_model
@@ -162,3 +165,38 @@ def test_blocks_of_another_kind_and_of_another_cluster_are_refused(folder, reque
     with two_replicas(worker) as (first, second):
         told_the_same(first, second, requests[:1], security=LinkSecurity(token="one"), token="other")
         assert second.stats().num_received_tokens == 0
+
+
+def test_a_replica_that_leaves_hands_its_pins_on(folder, requests):
+    """Asked for by the address alone; then the prefix is pinned there, and the request is told the same."""
+    kept = replace(requests[0], cache_ttl_s=3600, tenant="gold")
+    with two_replicas(config(folder, None)) as (first, second):
+        expected = first.ask(kept)
+
+        async def hand_on() -> None:
+            servers = [
+                await LinkServer.start(one.replica, replica_id=name) for one, name in ((first, "a"), (second, "b"))
+            ]
+            async with grpc.aio.insecure_channel(servers[1].address) as channel:
+                link = engine_pb2_grpc.EngineStub(channel).Link()
+                await link.write(take_pins_message(servers[0].address))
+                await link.write(take_pins_message(servers[0].address))  # as another router would
+                await asyncio.wait_for(servers[0].hand_pins_on(LIMIT_S), LIMIT_S)
+                link.cancel()
+            for server in servers:
+                await server.stop()
+
+        loops.run(hand_on(), timeout_s=2 * LIMIT_S)
+        assert second.stats().num_pinned_blocks == first.stats().num_pinned_blocks == 12
+        assert second.ask(replace(kept, cache_ttl_s=0)) == expected
+        assert second.stats().num_prefix_hit_tokens == second.stats().num_received_tokens == 192
+
+
+def test_a_replica_without_pins_leaves_at_once(folder):
+    async def leave(replica: Replica) -> None:
+        server = await LinkServer.start(replica, replica_id="a")
+        await asyncio.wait_for(server.hand_pins_on(LIMIT_S), 1.0)
+        await server.stop()
+
+    with two_replicas(config(folder, None)) as (first, _):
+        loops.run(leave(first.replica), timeout_s=LIMIT_S)

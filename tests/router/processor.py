@@ -24,6 +24,8 @@ class Port:
     def abort(self, action) -> None:
         pass
 
+    def take_pins(self, action) -> None: ...
+
 
 async def processor_and_port(tokenizers: TokenizerRegistry | None = None, **changes) -> tuple[RequestProcessor, Port]:
     """A request processor with one replica that is up; by default the tokenizer is one of bytes."""

@@ -67,6 +67,8 @@ class Outbox:
     def abort(self, action: SendAbort) -> None:
         raise AssertionError("nothing is aborted here")
 
+    def take_pins(self, action) -> None: ...
+
 
 class Call:
     """A call's context that keeps what is written. With a gate, a write lasts until it opens."""

@@ -37,6 +37,13 @@ class HashChain:
     def __init__(self, salt: str, tenant: str = "", adapter: str = "") -> None:
         self._hashes = [root_hash(salt, tenant, adapter)]
 
+    @classmethod
+    def known(cls, hashes: Iterable[bytes]) -> "HashChain":
+        """The chain of blocks whose tokens are not known here; the first of these hashes is the root's."""
+        chain = cls("")
+        chain._hashes = [*hashes]
+        return chain
+
     def hash_of(self, index: int, token_ids: Sequence[int], block_size: int) -> bytes:
         """Hash of block number `index`, -1 for the root. `token_ids` are all of the sequence's, and fill that block."""
         while len(self._hashes) < index + 2:

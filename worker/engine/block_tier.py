@@ -15,10 +15,12 @@ from typing import Final
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.prefix_cache import BlockEvicted, BlockStored, CacheEvent
 from holdfast.worker.cache.state_slots import StateSlots
+from holdfast.worker.engine.pin_takeover import PinTakeover
 from holdfast.worker.engine.restores import Restores
 from holdfast.worker.engine.sendings import Sendings
 from holdfast.worker.engine.tier_mover import KV, STATE, Mover, Place, TierShape
 from holdfast.worker.request import Priority
+from holdfast.worker.scheduler.kept_prefixes import Pinning
 from holdfast.worker.step_update import EngineStats
 
 SHARE: Final = 0.015
@@ -45,6 +47,7 @@ class BlockTier:
         computing_s: Callable[[int, int], float],
         num_waiting: Callable[[Priority], int],
         can_preempt: Callable[[Priority], bool],
+        pinning: Pinning,
         *,
         has_store: bool = True,
     ) -> None:
@@ -68,6 +71,7 @@ class BlockTier:
         of_engine = computing_s, num_waiting, can_preempt, self.moves
         self.restores = Restores(allocator, slots, mover, shape, self._stored, self._forget, *of_engine)
         self.sendings = Sendings(allocator.prefix_cache, slots, mover, shape, self.moves)
+        self.takeover = PinTakeover(self.restores, pinning)
 
     # --- what can be had ---
 
@@ -88,6 +92,7 @@ class BlockTier:
         self._states_to_store.clear()
         for name in list(self._stored):
             self._forget(name)
+        self.takeover.give_up()
         self.restores.give_up()
         self.sendings.end_all()
 

@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Final, TypeVar
@@ -29,7 +29,7 @@ from holdfast.worker.engine.request_guards import NumbersCheck
 from holdfast.worker.engine.sendings import Sendings
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.progress import ProgressCounter
-from holdfast.worker.request import EngineLoad, EngineRequest
+from holdfast.worker.request import EngineLoad, EngineRequest, PinnedPrefix
 from holdfast.worker.scheduler.batching_optimizer import Recommendation
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.step_tuner import StepTuner
@@ -234,6 +234,20 @@ class Engine:
         """Blocks that go to other replicas. On the engine's thread only, where there is a tier."""
         assert self._core.tier is not None, "blocks can be moved"
         return self._core.tier.sendings
+
+    @property
+    def sends_blocks(self) -> bool:
+        """Whether blocks are being sent to other replicas."""
+        return self._core.tier is not None and self._core.tier.sendings.is_busy
+
+    def pinned_prefixes(self) -> list[PinnedPrefix]:
+        """Prefixes that are pinned. On the engine's thread only."""
+        return [] if self._core.tier is None else self._core.tier.takeover.held(self._clock())
+
+    def take_pins(self, prefixes: Iterable[PinnedPrefix], source: str) -> None:
+        """Pins what the replica at this address has pinned, once its blocks are here. On the engine's thread only."""
+        if self._core.tier is not None:
+            self._core.tier.takeover.take(prefixes, source, self._clock())
 
     def settle_restore(self, ticket: int, num_blocks: int) -> Sequence[bytes]:
         """Another replica sends so many blocks for a restore: their names, and that of the snapshot behind them. Empty:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from holdfast.worker.adapter import Adapter
 from holdfast.worker.engine.block_tier import BlockTier
-from holdfast.worker.engine.restores import Restore
+from holdfast.worker.engine.restore import Restore
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.step_update import StepListener
@@ -56,7 +56,11 @@ class HeldRequests:
 
     def has_blocks(self, step_s: float | None, now: float) -> list[Hashable]:
         """Attempts whose restores are over, or given up. `step_s` as for `Restores.advance`."""
-        restores = [] if self.tier is None else self.tier.restores.advance(step_s, now)
+        if self.tier is None:
+            return []
+        restores = self.tier.restores.advance(step_s, now)
+        for restore in restores:
+            self.tier.takeover.note_over(restore, now)
         return [attempt for restore in restores for attempt, held in self.for_blocks.items() if held.restore is restore]
 
     def take(self, attempt: Hashable) -> HeldRequest:

@@ -9,14 +9,14 @@ take. Once its blocks are being read it waits for them no longer than that.
 """
 
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 from typing import Final
 
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.cache.state_slots import StateSlots
+from holdfast.worker.engine.restore import Restore
 from holdfast.worker.engine.tier_mover import KV, STATE, Mover, TierShape, receive_s_per_byte
-from holdfast.worker.request import BlockSource, EngineRequest, Priority
+from holdfast.worker.request import BlockSource, EngineRequest, PinnedPrefix, Priority
 from holdfast.worker.step_plan import StateCopy
 
 SHARE: Final = 0.1
@@ -31,51 +31,6 @@ LEAST_S: Final = 0.1
 """A request is held for so long at most, if computing would take less."""
 MOST_HELD_S: Final = 30.0
 """And for so long, however long computing would take."""
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Restore:
-    """A prefix that is brought back."""
-
-    ticket: int
-    priority: Priority
-    """The best of the requests that wait for it."""
-    tenant: str = ""
-    turn: int = 0
-    """Restores of its tenant that were held when it came."""
-    chain: HashChain
-    token_ids: Sequence[int]
-    first: int
-    """The number of the first block that is brought back."""
-    names: Sequence[bytes]
-    """Names of keys and values in order, and of a snapshot behind the last of them."""
-    depth: int
-    """Blocks of the sequence that can be used afterwards."""
-    num_tokens: int
-    """Tokens that then need not be computed."""
-    num_bytes: int
-    source: BlockSource | None = None
-    """The replica that has them; None: the store."""
-    computed_s: float = 0.0
-    """When computing could have ended; a restore that has begun is given up then."""
-    due_s: float = 0.0
-    """When a restore that waits for room is given up."""
-    is_begun: bool = False
-    """Whether its pieces are being read; else it waits for room."""
-    num_ready: int = 0
-    """Pieces that were read and are not in the cache yet."""
-    num_taken: int = 0
-    """Names that are in the cache."""
-    is_cut: bool = False
-    """Whether no further piece comes."""
-    has_failed: bool = False
-    num_hit_tokens: int = 0
-    """Tokens that it has brought back from the store; known once it has ended."""
-
-    @property
-    def is_over(self) -> bool:
-        is_cut = self.is_cut and not self.num_ready
-        return self.has_failed or is_cut or self.num_taken == len(self.names)
 
 
 class Restores:
@@ -130,11 +85,26 @@ class Restores:
             return None
         restore.tenant = request.tenant
         for other in self._restores.values():
-            if other.names[0] == restore.names[0] and not other.is_over:
+            if other.names[0] == restore.names[0] and not (other.is_over or other.is_handed_on):
                 other.priority = min(other.priority, request.priority)
                 return other
         if self._moving_s(restore) >= self._computing_time_s(restore):
             return None
+        return self._opened(restore, now)
+
+    def bring(self, prefix: PinnedPrefix, source: str, now: float) -> Restore | None:
+        """Restores a prefix that the replica at this address has pinned, as far as it is not here; None: all of it is.
+        It waits for room behind all that requests wait for.
+        """
+        num_tokens = (len(prefix.hashes) - 1) * self._allocator.block_size
+        chain, there = HashChain.known(prefix.hashes), BlockSource(source, num_tokens)
+        restore = self._promised(chain, range(num_tokens + 1), Priority.LOW, there)
+        if restore is None or not self._mover.can_ask:
+            return None
+        restore.tenant, restore.is_handed_on = prefix.tenant, True
+        return self._opened(restore, now)
+
+    def _opened(self, restore: Restore, now: float) -> Restore:
         self._num_restores += 1
         restore.ticket = self._num_restores
         restore.turn = sum(other.tenant == restore.tenant for other in self._restores.values())
@@ -148,7 +118,8 @@ class Restores:
 
     def _hold(self, restore: Restore, now: float) -> None:
         """Notes when computing could have ended that begins now."""
-        restore.computed_s = now + min(MOST_HELD_S, max(LEAST_S, self._computing_time_s(restore)))
+        takes_s = MOST_HELD_S if restore.is_handed_on else max(LEAST_S, self._computing_time_s(restore))
+        restore.computed_s = now + min(MOST_HELD_S, takes_s)
 
     def _moving_s(self, restore: Restore) -> float:
         """Seconds until it is here. Blocks of one place come one after the other."""
@@ -172,7 +143,7 @@ class Restores:
         if self._num_waiting(restore.priority):
             return False
         begun = [other for other in others if other.is_begun]
-        if any(_order(other) < _order(restore) for other in others if not other.is_begun):
+        if any(other.order < restore.order for other in others if not other.is_begun):
             return False
         of_state = 0 if self._slots is None else self._slots.blocks_per_slot
         needed = (self._allocator.num_blocks_for(len(one.token_ids)) + of_state for one in (*begun, restore))
@@ -180,7 +151,7 @@ class Restores:
 
     def _is_due(self, restore: Restore, now: float) -> bool:
         """Whether it is given up, and what is missing is computed."""
-        if restore.is_begun or self._can_preempt(restore.priority):
+        if restore.is_begun or (self._can_preempt(restore.priority) and not restore.is_handed_on):
             return now >= restore.computed_s
         return now >= restore.due_s
 
@@ -196,7 +167,7 @@ class Restores:
 
     def _begin_waiting(self, now: float) -> None:
         """Begins restores for which there is room now, of what is in the store alone now."""
-        for restore in sorted((one for one in self._restores.values() if not one.is_begun), key=_order):
+        for restore in sorted((one for one in self._restores.values() if not one.is_begun), key=lambda one: one.order):
             if not self._has_room(restore):
                 return
             promised = self._promised(restore.chain, restore.token_ids, restore.priority, restore.source)
@@ -338,7 +309,7 @@ class Restores:
     @property
     def next_due_s(self) -> float:
         """When the first restore is given up."""
-        return min((_next_look_s(restore) for restore in self._restores.values()), default=float("inf"))
+        return min((restore.next_look_s for restore in self._restores.values()), default=float("inf"))
 
     def _take_piece(self, restore: Restore) -> int:
         """Puts the next piece in its places; its bytes."""
@@ -387,11 +358,3 @@ class Restores:
                 self._slots.give_back(slot)
         restore.num_taken += num_found
         restore.has_failed = num_found < len(found)
-
-
-def _order(restore: Restore) -> tuple[Priority, int, int]:
-    return restore.priority, restore.turn, restore.ticket
-
-
-def _next_look_s(restore: Restore) -> float:
-    return restore.computed_s if restore.is_begun else restore.due_s

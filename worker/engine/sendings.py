@@ -56,6 +56,11 @@ class Sendings:
         """Whether another replica may ask for blocks now."""
         return len(self._sendings) < MAX_SENDINGS
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a sending is open."""
+        return bool(self._sendings)
+
     def found(self, names: Sequence[bytes]) -> Sequence[bytes]:
         """Blocks of a prefix, named by their keys and values, that are here and of use: the first ones; of a model that
         keeps states those up to the deepest snapshot, and that one last.

@@ -7,6 +7,7 @@ between ranks (`worker/engine/block_sockets.py`).
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
@@ -17,11 +18,12 @@ from typing import Any, Final
 import grpc
 
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
+from holdfast.worker.block_hash import HASH_BYTES
 from holdfast.worker.engine.block_sockets import KEY_BYTES, TRANSFER_BYTES, TransferKey
 from holdfast.worker.engine.tier_mover import KV, NAME_BYTES
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.replica.replica import Replica
-from holdfast.worker.request import BlockSource
+from holdfast.worker.request import MAX_CACHE_TTL_S, BlockSource, PinnedPrefix
 from holdfast.worker.wire.link_security import LinkSecurity
 from holdfast.worker.wire.loopback import NO_PROXY
 
@@ -29,6 +31,11 @@ logger = logging.getLogger(__name__)
 
 ASK_S: Final = 3.0
 """Seconds to wait for the other replica's answer: a step of its may have to end first."""
+FIRST_ASKED_S: Final = 2.0
+"""Seconds for which a replica that leaves waits to be asked for what it has pinned: routers must see that it leaves."""
+STILL_S: Final = 1.5
+"""And for so long after it was asked last."""
+LOOK_S: Final = 0.1
 MAX_CHANNELS: Final = 32
 MAX_LASTS_MS: Final = 60_000
 MAX_BLOCKS: Final = 1 << 17
@@ -45,6 +52,8 @@ class BlockExchange:
         self._loop = asyncio.get_running_loop()
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._leaving: set[str] = set()
+        self._asked_s = 0.0
         if replica.movers is not None:
             replica.movers.asker = self._ask
 
@@ -82,6 +91,7 @@ class BlockExchange:
             return engine_pb2.SendBlocksResponse(refusal="it cannot listen")
         key = TransferKey.fresh(is_encrypted=self._security.tls is not None)
         number = sendings.begin(found, self._replica.engine.now(), lasts_s)
+        self._loop.call_soon_threadsafe(self._note_asked)
         movers.offer(number, key)
         return engine_pb2.SendBlocksResponse(
             transfer=key.transfer,
@@ -91,7 +101,61 @@ class BlockExchange:
             num_blocks=sum(name.startswith(KV) for name in found),
         )
 
+    def _note_asked(self) -> None:
+        self._asked_s = max(self._asked_s, self._loop.time())
+
+    async def pins(self, request: engine_pb2.GetPinsRequest) -> engine_pb2.GetPinsResponse:
+        """Prefixes that are pinned here, for a replica that can take their blocks."""
+        if self._replica.movers is None or request.kind != self._kind:
+            return engine_pb2.GetPinsResponse()
+        held = await asyncio.wrap_future(self._replica.engine.between_steps(self._replica.engine.pinned_prefixes))
+        answer, num_left = engine_pb2.GetPinsResponse(), MAX_BLOCKS
+        for prefix in sorted(held, key=lambda one: -one.ttl_s):
+            num_left -= len(prefix.hashes)
+            if num_left >= 0:
+                hashes, ttl_ms = b"".join(prefix.hashes), math.ceil(1e3 * prefix.ttl_s)
+                answer.prefixes.add(tenant=prefix.tenant, ttl_ms=ttl_ms, hashes=hashes)
+        self._note_asked()
+        return answer
+
+    async def hand_pins_on(self, limit_s: float) -> None:
+        """Waits until another replica has what is pinned here, that is until none asks any more; so long at most."""
+        engine, now = self._replica.engine, self._loop.time()
+        if self._replica.movers is None or not engine.told_stats.num_pinned_blocks:
+            return
+        first_s, ends_s = now + FIRST_ASKED_S, now + limit_s
+        while now < ends_s and engine.failure is None:
+            if now >= max(first_s, self._asked_s + STILL_S) and not engine.sends_blocks:
+                return
+            await asyncio.sleep(LOOK_S)
+            now = self._loop.time()
+
     # --- the asking end ---
+
+    def take_pins(self, address: str) -> None:
+        """A router says that the replica at this address leaves."""
+        if self._replica.movers is not None and address not in self._leaving:
+            self._leaving.add(address)
+            self._keep(self._loop.create_task(self._take_pins(address)))
+
+    async def _take_pins(self, address: str) -> None:
+        try:
+            stub: Any = engine_pb2_grpc.EngineStub(self._channel(address))  # type: ignore[no-untyped-call]
+            request = engine_pb2.GetPinsRequest(kind=self._kind)
+            answer = await stub.GetPins(request, timeout=ASK_S, metadata=self._security.metadata())
+            prefixes = [_prefix(one) for one in answer.prefixes]
+            if prefixes:
+                logger.info("takes over %d pinned prefixes of the replica at %s", len(prefixes), address)
+                self._replica.engine.between_steps(lambda: self._replica.engine.take_pins(prefixes, address))
+        except (grpc.aio.AioRpcError, HoldfastError, _Refused) as error:
+            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            logger.info("the replica at %s hands no pins on: %s", address, reason)
+        finally:
+            self._leaving.discard(address)
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _ask(self, ticket: int, source: BlockSource, names: Sequence[bytes], piece: int, lasts_s: float) -> None:
         """From the engine's thread: asks for blocks. Whatever comes of it, the ticket hears of it."""
@@ -100,9 +164,7 @@ class BlockExchange:
     def _begin_asking(
         self, ticket: int, source: BlockSource, names: Sequence[bytes], piece: int, lasts_s: float
     ) -> None:
-        task = self._loop.create_task(self._ask_for(ticket, source, names, piece, lasts_s))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._keep(self._loop.create_task(self._ask_for(ticket, source, names, piece, lasts_s)))
 
     async def _ask_for(
         self, ticket: int, source: BlockSource, names: Sequence[bytes], piece: int, lasts_s: float
@@ -164,6 +226,15 @@ def _names(packed: bytes) -> list[bytes]:
         limit = f"must be 1 to {MAX_BLOCKS} names of {NAME_BYTES} bytes each"
         raise InvalidRequestError("names", f"{len(packed)} bytes", limit)
     return [packed[first : first + NAME_BYTES] for first in range(0, len(packed), NAME_BYTES)]
+
+
+def _prefix(message: engine_pb2.PinnedPrefix) -> PinnedPrefix:
+    """A pinned prefix of another replica. Raises `_Refused`."""
+    packed = message.hashes
+    if len(packed) % HASH_BYTES or len(packed) < 2 * HASH_BYTES:
+        raise _Refused("its answer cannot be read")
+    hashes = tuple(packed[first : first + HASH_BYTES] for first in range(0, len(packed), HASH_BYTES))
+    return PinnedPrefix(message.tenant, min(message.ttl_ms / 1e3, MAX_CACHE_TTL_S), hashes)
 
 
 def _checked(

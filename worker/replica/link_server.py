@@ -4,8 +4,8 @@ router's stream ends, for whatever reason, all requests that came through it are
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -20,11 +20,7 @@ from holdfast.worker.replica.link_traces import LinkTraces
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import AttemptKey, EngineRequest
 from holdfast.worker.step_update import Heartbeat, Hello, Rejection, StepUpdate
-from holdfast.worker.wire.link_requests import (
-    blocks_request_parser,
-    engine_request,
-    link_request_parser,
-)
+from holdfast.worker.wire.link_requests import bounded_parser, engine_request
 from holdfast.worker.wire.link_responses import (
     LinkMessageError,
     heartbeat_message,
@@ -57,6 +53,8 @@ REFUSED: Final = "this replica is not of the caller's cluster: it asks for anoth
 
 Context: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.LinkRequest, engine_pb2.LinkResponse]"
 
+
+Answer = TypeVar("Answer", engine_pb2.SendBlocksResponse, engine_pb2.GetPinsResponse)
 
 BlocksContext: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.SendBlocksRequest, engine_pb2.SendBlocksResponse]"
 
@@ -94,6 +92,10 @@ class LinkServer:
         await server.start()
         return cls(server, f"{host}:{bound}", exchange)
 
+    async def hand_pins_on(self, limit_s: float) -> None:
+        """Waits for so long at most until another replica has what is pinned here, if there is one that takes it."""
+        await self._exchange.hand_pins_on(limit_s)
+
     async def stop(self, grace_s: float = 0.0) -> None:
         """Ends every stream after at most `grace_s`; their requests are aborted."""
         await self._exchange.close()
@@ -103,11 +105,16 @@ class LinkServer:
 def _handler(servicer: "EngineServicer") -> "grpc.GenericRpcHandler[Any, Any]":
     """The generated one would read messages of any size."""
     serializer = engine_pb2.LinkResponse.SerializeToString
-    link = grpc.stream_stream_rpc_method_handler(servicer.Link, link_request_parser(), serializer)
+    link = grpc.stream_stream_rpc_method_handler(servicer.Link, bounded_parser(engine_pb2.LinkRequest), serializer)
     blocks = grpc.unary_unary_rpc_method_handler(
-        servicer.SendBlocks, blocks_request_parser(), engine_pb2.SendBlocksResponse.SerializeToString
+        servicer.SendBlocks,
+        bounded_parser(engine_pb2.SendBlocksRequest),
+        engine_pb2.SendBlocksResponse.SerializeToString,
     )
-    return grpc.method_handlers_generic_handler(SERVICE, {"Link": link, "SendBlocks": blocks})
+    pins = grpc.unary_unary_rpc_method_handler(
+        servicer.GetPins, bounded_parser(engine_pb2.GetPinsRequest), engine_pb2.GetPinsResponse.SerializeToString
+    )
+    return grpc.method_handlers_generic_handler(SERVICE, {"Link": link, "SendBlocks": blocks, "GetPins": pins})
 
 
 class EngineServicer:
@@ -139,7 +146,8 @@ class EngineServicer:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSED)
         self._num_links += 1
         traces = None if self._tracer is None else LinkTraces(self._tracer, self._replica_id)
-        link = RouterLink(self._engine, f"link-{self._num_links}", self._info.vocab_size, traces, self._on_kill)
+        name, vocab_size = f"link-{self._num_links}", self._info.vocab_size
+        link = RouterLink(self._engine, name, vocab_size, traces, self._on_kill, self._exchange)
         try:
             self._engine.attach(link)
         except HoldfastError as error:
@@ -158,12 +166,26 @@ class EngineServicer:
     async def SendBlocks(
         self, request: engine_pb2.SendBlocksRequest, context: BlocksContext
     ) -> engine_pb2.SendBlocksResponse:
-        if not self._security.admits(context.invocation_metadata() or ()):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSED)
         if self._exchange is None:
             return engine_pb2.SendBlocksResponse(refusal="this replica sends no blocks")
+        return await self._answer(context, self._exchange.offer(request))
+
+    async def GetPins(
+        self, request: engine_pb2.GetPinsRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> engine_pb2.GetPinsResponse:
+        if self._exchange is None:
+            return engine_pb2.GetPinsResponse()
+        return await self._answer(context, self._exchange.pins(request))
+
+    async def _answer(
+        self, context: "grpc.aio.ServicerContext[Any, Any]", answer: Coroutine[Any, Any, Answer]
+    ) -> Answer:
+        """Answers another replica of the cluster."""
+        if not self._security.admits(context.invocation_metadata() or ()):
+            answer.close()
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSED)
         try:
-            return await self._exchange.offer(request)
+            return await answer
         except InvalidRequestError as error:
             return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except HoldfastError as error:
@@ -188,8 +210,10 @@ class RouterLink:
         vocab_size: int,
         traces: LinkTraces | None = None,
         on_kill: Callable[[], None] | None = None,
+        exchange: BlockExchange | None = None,
     ) -> None:
         """`name` is unique among the links of the engine: routers do not know each other's attempts."""
+        self._exchange = exchange
         self._traces = traces
         self._on_kill = on_kill
         self._engine = engine
@@ -261,6 +285,9 @@ class RouterLink:
                 self._engine.follow_cache(self)
             case "set_log_level":
                 set_log_level(log_level(request.set_log_level.level))
+            case "take_pins":
+                if self._exchange is not None:
+                    self._exchange.take_pins(request.take_pins.address)
             case "kill":
                 self._kill()
             case _:

@@ -305,6 +305,7 @@ def _put_below(engine: Engine, scheduler: Scheduler, movers: "RankMovers", tuner
     )
     tier = BlockTier(
         *(*scheduler.caches, movers, shape, tuner.model.prefill_s, scheduler.num_waiting, scheduler.can_preempt),
+        scheduler.pinning,
         has_store=movers.own.has_store,
     )
     movers.own.start(engine.put_below(tier))

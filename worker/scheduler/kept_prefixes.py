@@ -16,12 +16,15 @@ The state is that behind the last token of a step, or of any draft in it that wa
 such a position first, and the rest in the next step. Outputs come by there by themselves.
 """
 
+import collections.abc
 from dataclasses import dataclass
 from typing import Final
 
 from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.prefix_cache import BlockStored, HashChain
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.cache.window_blocks import NOTHING_SEEN, WindowBlocks, WindowPrefix
+from holdfast.worker.request import PinnedPrefix
 from holdfast.worker.scheduler.sequence import Sequence
 from holdfast.worker.step_plan import ScheduledSequence
 
@@ -163,18 +166,55 @@ class Pinning:
                 return
             sequence.to_pin = sequence.to_pin[1:]
             if num_blocks:
-                self._pin(sequence, num_blocks, self.now + ttl_s)
+                chain, tokens, tenant = sequence.hash_chain, sequence.token_ids, sequence.request.tenant
+                seen = self._seen_behind(sequence, num_blocks)
+                self._pin(chain, tokens, num_tokens, tenant, self.now + ttl_s, seen)
 
-    def _pin(self, sequence: Sequence, num_blocks: int, until_s: float) -> None:
-        tokens, chain, request = sequence.token_ids, sequence.hash_chain, sequence.request
+    def held(self, now: float) -> list[PinnedPrefix]:
+        """All prefixes that are pinned, but for those that a longer one, which is pinned for as long, begins with."""
+        cache, pins = self._allocator.prefix_cache, self._allocator.pins.by_block
+        contents = {block_id: cache.contents[block_id] for block_id in pins if block_id in cache.contents}
+        longest: dict[bytes, float] = {}  # until when what goes on from a block is pinned
+        for block_id, content in contents.items():
+            longest[content.parent_hash] = max(pins[block_id].until_s, longest.get(content.parent_hash, 0.0))
+        return [
+            PinnedPrefix(pins[block_id].tenant, pins[block_id].until_s - now, self._hashes_up_to(content))
+            for block_id, content in contents.items()
+            if max(now, longest.get(content.block_hash, 0.0)) < pins[block_id].until_s
+        ]
+
+    def _hashes_up_to(self, content: BlockStored) -> tuple[bytes, ...]:
+        """Hashes of all blocks up to one, that of the root first."""
+        cache, hashes = self._allocator.prefix_cache, [content.block_hash]
+        while (before := cache.block_of(content.parent_hash)) is not None:
+            content = cache.contents[before]
+            hashes.append(content.block_hash)
+        return (content.parent_hash, *reversed(hashes))
+
+    def keep(self, prefix: PinnedPrefix, now: float) -> None:
+        """Pins what is cached of a prefix that another replica had pinned."""
+        if prefix.ttl_s > 0:
+            num_tokens = (len(prefix.hashes) - 1) * self._allocator.block_size
+            chain = HashChain.known(prefix.hashes)
+            self._pin(chain, range(num_tokens), num_tokens, prefix.tenant, now + prefix.ttl_s)
+
+    def _pin(
+        self,
+        chain: HashChain,
+        tokens: collections.abc.Sequence[int],
+        num_tokens: int,
+        tenant: str,
+        until_s: float,
+        seen: tuple[int, ...] = (),
+    ) -> None:
+        """`seen`: blocks of layers with a window that are pinned along."""
         self.next_end_s = min(self.next_end_s, until_s)
-        seen = self._seen_behind(sequence, num_blocks)
-        found = self._allocator.prefix_cache.find(chain, tokens, num_blocks)
-        self._allocator.pin([*found, *seen], request.tenant, until_s)
+        found = self._allocator.prefix_cache.find(chain, tokens, num_tokens // self._allocator.block_size)
+        self._allocator.pin([*found, *seen], tenant, until_s)
         if self._slots is not None:
             _, slot = self._slots.deepest(chain, tokens, len(found))
             if slot is not None:
-                self._slots.pin(slot, request.tenant, until_s)
+                self._slots.pin(slot, tenant, until_s)
 
     def _seen_behind(self, sequence: Sequence, num_blocks: int) -> tuple[int, ...]:
         """Cached blocks of layers with a window that the token behind so many blocks sees."""

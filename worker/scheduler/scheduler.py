@@ -20,6 +20,7 @@ from holdfast.worker.model_info import Window, most_tokens
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta
 from holdfast.worker.scheduler.acceptance import DeadlineWatch, DroppedRequest, DropReason, check_can_end, check_fits
 from holdfast.worker.scheduler.batching import POLICIES, MakePolicy, Share, StepLimits
+from holdfast.worker.scheduler.kept_prefixes import Pinning
 from holdfast.worker.scheduler.planned_step import NOBODY, DecodeBatch, ShareCommit, StepInFlight, scheduled_sequence
 from holdfast.worker.scheduler.prompt_sharing import bound_prompt_logprobs
 from holdfast.worker.scheduler.queues import SequenceQueues
@@ -239,6 +240,11 @@ class Scheduler:
         return self._allocator, self._slots
 
     @property
+    def pinning(self) -> Pinning:
+        """Prefixes that are pinned."""
+        return self._queues.pinning
+
+    @property
     def snapshot_hashes(self) -> Iterable[bytes]:
         """The hashes of the blocks behind which there is a snapshot of the state."""
         return () if self._slots is None else self._slots.snapshot_hashes
@@ -368,10 +374,9 @@ class Scheduler:
     def _let_time_pass(self, now: float) -> None:
         """Classes improve with waiting, and requests whose time is up are dropped."""
         self._queues.waiting.advance(now)
-        pinning = self._queues.pinning
-        pinning.now = now
-        if now >= pinning.next_end_s:
-            pinning.end(now)
+        self.pinning.now = now
+        if now >= self.pinning.next_end_s:
+            self.pinning.end(now)
         while (sequence := self.deadlines.next_expired(now)) is not None:
             self._drop(sequence)
             self.dropped.append(DroppedRequest(sequence.attempt, sequence.request, DropReason.EXPIRED))

@@ -28,6 +28,7 @@ from holdfast.worker.wire.message_bounds import Bounds, MessageBounds
 from holdfast.worker.wire.sampling_fields import TOKEN_SCOPE, fields_of, params_of
 
 Kind = TypeVar("Kind", bound=IntEnum)
+Asked = TypeVar("Asked", engine_pb2.LinkRequest, engine_pb2.SendBlocksRequest, engine_pb2.GetPinsRequest)
 
 
 # --- at the router's end ---
@@ -78,6 +79,10 @@ def kill_message() -> engine_pb2.LinkRequest:
     return engine_pb2.LinkRequest(kill=engine_pb2.Kill())
 
 
+def take_pins_message(address: str) -> engine_pb2.LinkRequest:
+    return engine_pb2.LinkRequest(take_pins=engine_pb2.TakePins(address=address))
+
+
 def _sampling_params_message(request: EngineRequest) -> engine_pb2.EngineSamplingParams:
     return engine_pb2.EngineSamplingParams(
         **fields_of(request.sampling_params, engine_pb2.EngineSamplingParams, TOKEN_SCOPE),
@@ -108,6 +113,8 @@ LINK_BOUNDS: Final[Bounds] = {
     },
     "holdfast.v1.Adapter": dict.fromkeys(("name", "digest", "path"), _NAME),
     "holdfast.v1.BlockSource": {"address": _NAME},
+    "holdfast.v1.TakePins": {"address": _NAME},
+    "holdfast.v1.GetPinsRequest": {"kind": _NAME},
     "holdfast.v1.TokenSequence": {"ids": Bound(count=2**20)},
     "holdfast.v1.SetLogLevel": {"level": _NAME},
     "holdfast.v1.SendBlocksRequest": {"kind": _NAME, "names": Bound(size=2**22)},
@@ -115,26 +122,15 @@ LINK_BOUNDS: Final[Bounds] = {
 """Bounds of a router's messages: wide, for routers hold their clients to narrower ones."""
 
 
-def link_request_parser() -> Callable[[bytes], engine_pb2.LinkRequest]:
-    """Reads messages of routers. What it returns raises `DecodeError`, `MalformedMessageError`, and
-    `InvalidRequestError` for what is beyond its bound.
+def bounded_parser(kind: type[Asked]) -> Callable[[bytes], Asked]:
+    """Reads messages of this kind from routers and other replicas. What it returns raises `DecodeError`,
+    `MalformedMessageError`, and `InvalidRequestError` for what is beyond its bound.
     """
-    check = MessageBounds.of(engine_pb2.LinkRequest.DESCRIPTOR, LINK_BOUNDS).check
+    check = MessageBounds.of(kind.DESCRIPTOR, LINK_BOUNDS).check
 
-    def parse(data: bytes) -> engine_pb2.LinkRequest:
+    def parse(data: bytes) -> Asked:
         check(data)
-        return engine_pb2.LinkRequest.FromString(data)
-
-    return parse
-
-
-def blocks_request_parser() -> Callable[[bytes], engine_pb2.SendBlocksRequest]:
-    """Reads what other replicas ask for. What it returns raises as that of `link_request_parser`."""
-    check = MessageBounds.of(engine_pb2.SendBlocksRequest.DESCRIPTOR, LINK_BOUNDS).check
-
-    def parse(data: bytes) -> engine_pb2.SendBlocksRequest:
-        check(data)
-        return engine_pb2.SendBlocksRequest.FromString(data)
+        return kind.FromString(data)
 
     return parse
 

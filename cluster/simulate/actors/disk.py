@@ -120,6 +120,16 @@ class Owners:
                     raise Violation(f"a request of {owner} reads a block of {self[block_id]}")
             self._owners.update(dict.fromkeys(sequence.block_ids[num_read:], owner))
 
+    def check_pins(self) -> None:
+        """Raises `Violation` for a block that is pinned for another tenant than the one whose request computed it."""
+        allocator, _ = self._scheduler.caches
+        for block_id, pin in allocator.pins.by_block.items():
+            is_noted = (
+                block_id in allocator.prefix_cache.contents and block_id in self._owners
+            )  # blocks of windows are not
+            if is_noted and self[block_id][1] != pin.tenant:
+                raise Violation(f"block {block_id} of {self[block_id]} is pinned for the tenant {pin.tenant!r}")
+
 
 @dataclass(slots=True)
 class MovingFigures:

@@ -6,7 +6,7 @@ from holdfast.cluster.simulate.actors.disk import NOBODY, MovableRunner, MovingF
 from holdfast.cluster.simulate.actors.transfers import Incoming, SimulatedTransfers
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.tier_mover import KV, Place
-from holdfast.worker.request import BlockSource
+from holdfast.worker.request import BlockSource, PinnedPrefix
 from holdfast.worker.step_plan import StateCopy
 
 
@@ -95,6 +95,10 @@ class SimulatedMover:
             return
         incoming.settle(found, sum(name.startswith(KV) for name in found))
         self._outgoing[sendings.begin(found, self.now(), 1.0)] = incoming
+
+    def pins(self) -> list[PinnedPrefix]:
+        assert self.tier is not None, "it was looked at"
+        return self.tier.takeover.held(self.now())
 
     def send(self, number: int, places: Sequence[Place]) -> None:
         incoming = self._outgoing[number]

@@ -18,7 +18,7 @@ from holdfast.cluster.simulate.actors.transfers import SimulatedTransfers
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.oracle.pseudo_model import PoisonedError
-from holdfast.router.events import SendAbort, SendSubmit
+from holdfast.router.events import SendAbort, SendSubmit, SendTakePins
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.tier_mover import TierShape
@@ -113,6 +113,7 @@ class SimulatedReplica(Process):
             lambda _, num_tokens: factor * (shape.step_costs.base_s + num_tokens * shape.step_costs.token_s),
             self.core.scheduler.num_waiting,
             self.core.scheduler.can_preempt,
+            self.core.scheduler.pinning,
             has_store=disk is not None,
         )
         self._mover.tier = tier
@@ -185,8 +186,15 @@ class SimulatedReplica(Process):
                 link = self._links[connection]
                 attempt, request = link.take_in(message)
                 self._post(lambda: self.core.submit(request, link, self.clock, attempt))
+            case SendTakePins():
+                self._take_pins(message.address)
             case SendAbort():
                 self._post(partial(self.core.abort, self._links[connection].key(message.attempt)))
+
+    def _take_pins(self, address: str) -> None:
+        """Does as `worker/replica/block_exchange.py`."""
+        if self._mover is not None and self.transfers is not None:
+            self.transfers.ask_for_pins(self._mover, address)
 
     def on_closed(self, connection: Connection) -> None:
         self._post(partial(self.core.detach, self._links.pop(connection)))
@@ -293,6 +301,7 @@ class SimulatedReplica(Process):
     def check_integrity(self) -> None:
         """Asserts that scheduler, blocks and links agree."""
         self.core.check_integrity()
+        self._owners.check_pins()
         if not self._inbox:
             assert self.core.listeners == list(self._links.values()), "the engine and the links differ"
 

@@ -11,7 +11,7 @@ from typing import Final, Protocol
 
 from holdfast.cluster.simulate.actors.disk import Row, is_whole
 from holdfast.worker.engine.block_tier import BlockTier
-from holdfast.worker.request import BlockSource
+from holdfast.worker.request import BlockSource, PinnedPrefix
 
 ASKING_S: Final = 0.002
 BLOCK_S: Final = 0.0005
@@ -29,6 +29,8 @@ class TransferEnd(Protocol):
         """Between two steps, unless the replica has died."""
 
     def now(self) -> float: ...
+
+    def pins(self) -> list[PinnedPrefix]: ...
 
     def begin_sending(self, names: Sequence[bytes], source: BlockSource, incoming: "Incoming") -> None:
         """Begins to send, between two steps."""
@@ -80,6 +82,8 @@ class SimulatedTransfers:
         self.damage = 0.0
         """Share of blocks that are changed on the way."""
         self.num_sent = 0
+        self.num_pins = 0
+        """Prefixes that were pinned and handed on."""
         self.num_damaged = 0
 
     def register(self, address: str, end: TransferEnd) -> None:
@@ -95,6 +99,19 @@ class SimulatedTransfers:
         incoming = Incoming(asker, ticket, piece)
         self._after(ASKING_S * self.slowness, self._begin, source, list(names), incoming)
         return incoming
+
+    def ask_for_pins(self, asker: TransferEnd, address: str) -> None:
+        """Asks the replica at an address, which leaves, for what it has pinned."""
+        self._after(ASKING_S * self.slowness, self._hand_pins_on, asker, address)
+
+    def _hand_pins_on(self, asker: TransferEnd, address: str) -> None:
+        sender = self._ends.get(address)
+        if sender is not None and sender.tier is not None and sender.kind == asker.kind:
+            sender.post(lambda: self._after(ASKING_S * self.slowness, self._take_pins, asker, sender.pins(), address))
+
+    def _take_pins(self, asker: TransferEnd, pins: list[PinnedPrefix], address: str) -> None:
+        self.num_pins += len(pins)
+        asker.post(lambda: asker.tier.takeover.take(pins, address, asker.now()) if asker.tier else None)
 
     def cut_all(self) -> None:
         """All connections are lost."""

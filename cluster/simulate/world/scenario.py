@@ -25,7 +25,7 @@ from holdfast.cluster.simulate.world.faults import (
     draw_store_faults,
     draw_updates,
 )
-from holdfast.cluster.simulate.world.traffic import draw_requests, draw_storm
+from holdfast.cluster.simulate.world.traffic import draw_requests, draw_sessions, draw_storm, with_pins
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.model_info import TILE_TOKENS, Window, sequence_blocks
@@ -101,14 +101,18 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
         replica=replica,
         proposers=rng.choices((None, *PROPOSERS), weights=(3, 1, 1, 1), k=num_replicas),
         requests=[
-            *draw_requests(
-                rng,
-                rng.randint(60, 160),
-                span_s,
-                replica.max_model_len,
-                are_plain=are_plain,
-                before=2 * TILE_TOKENS if replica.window else 0,
+            *with_pins(
+                random.Random(f"pins {seed}"),
+                draw_requests(
+                    rng,
+                    rng.randint(60, 160),
+                    span_s,
+                    replica.max_model_len,
+                    are_plain=are_plain,
+                    before=2 * TILE_TOKENS if replica.window else 0,
+                ),
             ),
+            *draw_sessions(random.Random(f"sessions {seed}"), span_s, replica.max_model_len),
             *draw_storm(random.Random(f"storm {seed}"), span_s),
         ],
         faults=sorted(
@@ -227,3 +231,6 @@ class Checks:
             require(num_alive == 0, f"{replica}: {num_alive} attempts run without a request")
             require(replica.num_unanswered == 0, f"{replica}: {replica.num_unanswered} attempts were never answered")
             require(stats.num_used_blocks == 0, f"{replica}: {stats.num_used_blocks} blocks leaked")
+            replica.core.scheduler.pinning.end(replica.clock)
+            num_pinned = replica.core.scheduler.stats().num_pinned_blocks
+            require(num_pinned == 0, f"{replica}: {num_pinned} blocks are pinned, and no request asks for that now")

@@ -5,14 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.cluster.simulate.actors.client import PlannedRequest
+from holdfast.cluster.simulate.oracle.oracle import expected_completion
 from holdfast.cluster.simulate.oracle.pseudo_model import POISON_TOKEN_ID, VOCAB_SIZE, WHOLE_TOKEN_IDS
-from holdfast.worker.request import EngineRequest, Priority
+from holdfast.worker.request import EngineRequest, KeptPrefix, Priority
 from holdfast.worker.sampling_params import SamplingParams
 
 _GRAMMARS = ("ab:cde:2", "ab:cdefgh:3", "ch:abdefg:4", "gh:a:1")
 _STOPS = ("ab", "ba", "cd", "abc", "dd", "e", "éa", "a.", "hgf", "bb ")
 LONGEST_S = 600.0
 """Timeout of clients that would rather wait: longer than any simulation takes."""
+LONGEST_PIN_S = 8
+"""Longest time for which a prompt is asked to be kept: at the end of a simulation all of them are over."""
 GRACE_S = 5.0
 """Seconds after its time that some of a storm's clients still listen for the router to say that it is up."""
 
@@ -48,6 +51,49 @@ def draw_requests(
     for number in range(rng.choice((0,) * 8 + (1, 2))):
         requests.append(_draw_poison(rng, f"poison-{number}", rng.uniform(0, span_s)))
     return requests
+
+
+def draw_sessions(rng: random.Random, span_s: float, max_model_len: int) -> list[PlannedRequest]:
+    """Draws conversations in one simulation of three: each turn begins with the turn before it and its answer, and most
+    ask for their prompt to be kept. A turn comes whether the answer has come or not: which one it is, is known.
+    """
+    if rng.random() < 2 / 3:
+        return []
+    planned = []
+    for number in range(rng.randint(1, 4)):
+        prompt: tuple[int, ...] = ()
+        tenant, arrival_s = rng.choice(("", "gold", "free")), rng.uniform(0, span_s)
+        for turn in range(rng.randint(2, 5)):
+            prompt += tuple(rng.choices(WHOLE_TOKEN_IDS, k=rng.randint(1, 6)))
+            request = EngineRequest(
+                request_id=f"session-{number}-{turn}",
+                session_id=f"session-{number}",
+                prompt_token_ids=prompt,
+                sampling_params=SamplingParams(seed=rng.getrandbits(40), max_tokens=rng.randint(1, 8)),
+                tenant=tenant,
+                cache_ttl_s=rng.choice((0, 2, LONGEST_PIN_S)),
+            )
+            if len(prompt) >= max_model_len - 1:
+                break
+            planned.append(PlannedRequest(request=request, arrival_s=arrival_s, timeout_s=LONGEST_S, cancel_after=None))
+            prompt += expected_completion(request, max_model_len).token_ids
+            arrival_s += rng.choice((0.3, 2.0)) * rng.random()
+    return planned
+
+
+def with_pins(rng: random.Random, requests: list[PlannedRequest]) -> list[PlannedRequest]:
+    """The same in which some ask that their prompts stay cached, in one simulation of three."""
+    if rng.random() < 2 / 3:
+        return requests
+    share = rng.choice((0.1, 0.5, 1.0))
+    return [replace(one, request=_keeping(rng, one.request)) if rng.random() < share else one for one in requests]
+
+
+def _keeping(rng: random.Random, request: EngineRequest) -> EngineRequest:
+    length = len(request.prompt_token_ids)
+    marks = [KeptPrefix(rng.randint(1, length), rng.randint(1, LONGEST_PIN_S)) for _ in range(rng.choice((0, 0, 1, 3)))]
+    ttl_s, num_tokens = rng.choice((0, 1, LONGEST_PIN_S)), rng.choice((0, rng.randint(1, length)))
+    return replace(request, cache_ttl_s=ttl_s, cache_prefix_tokens=num_tokens, cache_marks=tuple(marks))
 
 
 def draw_storm(rng: random.Random, span_s: float) -> list[PlannedRequest]:

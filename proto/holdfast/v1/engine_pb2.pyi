@@ -17,18 +17,20 @@ SUSPICION_SUSPECT: Suspicion
 SUSPICION_ON_TRIAL: Suspicion
 
 class LinkRequest(_message.Message):
-    __slots__ = ("submit", "abort", "follow_cache", "set_log_level", "kill")
+    __slots__ = ("submit", "abort", "follow_cache", "set_log_level", "kill", "take_pins")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_CACHE_FIELD_NUMBER: _ClassVar[int]
     SET_LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
     KILL_FIELD_NUMBER: _ClassVar[int]
+    TAKE_PINS_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     abort: Abort
     follow_cache: FollowCache
     set_log_level: SetLogLevel
     kill: Kill
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevel, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ...) -> None: ...
+    take_pins: TakePins
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevel, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., take_pins: _Optional[_Union[TakePins, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion", "request_id", "traceparent", "cache_ttl_s", "cache_prefix_tokens", "cache_marks", "adapter", "block_source")
@@ -93,6 +95,34 @@ class BlockSource(_message.Message):
     address: str
     num_tokens: int
     def __init__(self, address: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class TakePins(_message.Message):
+    __slots__ = ("address",)
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    def __init__(self, address: _Optional[str] = ...) -> None: ...
+
+class GetPinsRequest(_message.Message):
+    __slots__ = ("kind",)
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    kind: bytes
+    def __init__(self, kind: _Optional[bytes] = ...) -> None: ...
+
+class GetPinsResponse(_message.Message):
+    __slots__ = ("prefixes",)
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    prefixes: _containers.RepeatedCompositeFieldContainer[PinnedPrefix]
+    def __init__(self, prefixes: _Optional[_Iterable[_Union[PinnedPrefix, _Mapping]]] = ...) -> None: ...
+
+class PinnedPrefix(_message.Message):
+    __slots__ = ("tenant", "ttl_ms", "hashes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    ttl_ms: int
+    hashes: bytes
+    def __init__(self, tenant: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
 class SendBlocksRequest(_message.Message):
     __slots__ = ("kind", "names", "lasts_ms")

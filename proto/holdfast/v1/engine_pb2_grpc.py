@@ -44,6 +44,11 @@ class EngineStub(object):
                 request_serializer=holdfast_dot_v1_dot_engine__pb2.SendBlocksRequest.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_engine__pb2.SendBlocksResponse.FromString,
                 _registered_method=True)
+        self.GetPins = channel.unary_unary(
+                '/holdfast.v1.Engine/GetPins',
+                request_serializer=holdfast_dot_v1_dot_engine__pb2.GetPinsRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_engine__pb2.GetPinsResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer(object):
@@ -65,6 +70,13 @@ class EngineServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetPins(self, request, context):
+        """GetPins asks a replica that leaves which prefixes it has pinned, for another replica to pin them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_EngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.SendBlocks,
                     request_deserializer=holdfast_dot_v1_dot_engine__pb2.SendBlocksRequest.FromString,
                     response_serializer=holdfast_dot_v1_dot_engine__pb2.SendBlocksResponse.SerializeToString,
+            ),
+            'GetPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPins,
+                    request_deserializer=holdfast_dot_v1_dot_engine__pb2.GetPinsRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_engine__pb2.GetPinsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +150,33 @@ class Engine(object):
             '/holdfast.v1.Engine/SendBlocks',
             holdfast_dot_v1_dot_engine__pb2.SendBlocksRequest.SerializeToString,
             holdfast_dot_v1_dot_engine__pb2.SendBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.Engine/GetPins',
+            holdfast_dot_v1_dot_engine__pb2.GetPinsRequest.SerializeToString,
+            holdfast_dot_v1_dot_engine__pb2.GetPinsResponse.FromString,
             options,
             channel_credentials,
             insecure,

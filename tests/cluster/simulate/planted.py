@@ -25,6 +25,7 @@ from holdfast.router.resume import ResumeRecord, SequenceDelta
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.cache import prefix_cache as prefix_cache_module
 from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.pins import Pins
 from holdfast.worker.cache.window_blocks import WindowBlocks, WindowTable
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.engine_core import EngineCore, OutputQueue
@@ -34,6 +35,7 @@ from holdfast.worker.grammar_matchers import GrammarMatchers, Matcher
 from holdfast.worker.model_info import Window
 from holdfast.worker.request import TokenDelta
 from holdfast.worker.scheduler import sequence as sequence_module
+from holdfast.worker.scheduler.kept_prefixes import Pinning
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence
 from holdfast.worker.step_update import StepListener, StepUpdate
@@ -381,12 +383,27 @@ def give_back_what_a_window_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WindowBlocks, "give_back", careless)
 
 
+def let_pins_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pin stays when its time is up."""
+    monkeypatch.setattr(Pins, "end", lambda self, now: [])
+
+
+def pin_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another replica hands on is pinned on the account of no tenant."""
+    keep = Pinning.keep
+    monkeypatch.setattr(Pinning, "keep", lambda self, prefix, now: keep(self, prefix._replace(tenant=""), now))
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     bug.__name__: bug
     for bug in (
         hash_without_the_tenant,
         trust_the_disk,
+        trust_transfers,
+        take_blocks_of_any_prefix,
         store_without_the_version,
+        let_pins_leak,
+        pin_for_nobody,
         give_back_what_a_window_sees,
         drop_the_fence,
         reuse_a_freed_block,

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from holdfast.router.config import RouterConfig
+from holdfast.router.events import SendTakePins
 from holdfast.worker.request import BlockSource
 from tests.router.core import Core, delta, facts, load, sent
 from tests.router.dispatch.test_prefix_routing import cached_on
@@ -75,3 +76,53 @@ def test_other_policies_know_of_no_prefix_but_of_the_replica_that_is_left():
     assert attempt.request.block_source is None
     core.step(delta(attempt.attempt, 0, 1), replica_id=attempt.replica_id)
     assert sent(retire(core, attempt.replica_id)).request.block_source == BlockSource(f"{attempt.replica_id}:1", 642)
+
+
+# --- pins of a replica that leaves ---
+
+
+def heirs(actions: list) -> list[tuple[str, str]]:
+    return [(one.replica_id, one.address) for one in actions if isinstance(one, SendTakePins)]
+
+
+def test_one_replica_is_told_to_pin_what_a_retiring_one_has_pinned_and_all_routers_choose_the_same():
+    for order in ("abc", "cba"):
+        core = Core()
+        for replica_id in order:
+            up(core, replica_id, num_blocks=200 if replica_id == "c" else 300)
+        assert heirs(retire(core, "a")) == [("b", "a:1")]
+        assert heirs(retire(core, "a")) == [], "links repeat it"
+
+
+def test_an_heir_that_leaves_or_is_lost_has_another_one_after_it():
+    core = both()
+    up(core, "c")
+    up(core, "d")
+    assert heirs(retire(core, "a")) == [("b", "a:1")]
+    assert set(heirs(retire(core, "b"))) == {("c", "a:1"), ("c", "b:1")}
+    assert set(heirs(core.down("c"))) == {("d", "a:1"), ("d", "b:1")}
+
+
+def test_the_next_replica_of_the_same_version_is_the_heir_where_there_is_none():
+    core = Core()
+    up(core, "a")
+    assert heirs(retire(core, "a")) == []
+    assert (
+        heirs(core.dispatch.replica_up(facts("b", transfers_blocks=True, address="b:1", release="2"), load(), 0)) == []
+    )
+    up_again = facts("c", transfers_blocks=True, address="c:1")
+    assert heirs(core.dispatch.replica_up(up_again, load(), core.now)) == [("c", "a:1")]
+
+
+def test_one_that_is_called_back_and_retires_again_hands_on_again():
+    core = both()
+    retire(core, "a")
+    core.dispatch.replica_retiring("a", False, core.now)
+    assert heirs(retire(core, "a")) == [("b", "a:1")]
+
+
+def test_replicas_that_send_no_blocks_have_no_heirs():
+    core = Core()
+    core.dispatch.replica_up(facts("a"), load(), core.now)
+    core.dispatch.replica_up(facts("b"), load(), core.now)
+    assert heirs(retire(core, "a")) == []

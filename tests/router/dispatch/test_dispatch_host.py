@@ -32,6 +32,8 @@ class Port:
     def abort(self, action: SendAbort) -> None:
         self.aborted.append(action.attempt)
 
+    def take_pins(self, action) -> None: ...
+
 
 class Alarm:
     """One that a test lets ring. Like uvloop's, it cannot be asked when."""

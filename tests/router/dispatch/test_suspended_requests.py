@@ -151,6 +151,8 @@ class SlotReplica:
     def abort(self, action: SendAbort) -> None:
         self.attempts.pop(action.attempt, None)
 
+    def take_pins(self, action) -> None: ...
+
     @property
     def load(self) -> EngineLoad:
         num_running = min(self.num_slots, len(self.attempts))

@@ -101,6 +101,7 @@ class Played:
             lambda *_: self.computing_s,
             scheduler.num_waiting,
             scheduler.can_preempt,
+            scheduler.pinning,
         )
         self.core.put_below(self.tier)
         self.listener = Listener()
