@@ -9,7 +9,7 @@ with LLM("demo") as llm:
 import importlib
 from typing import TYPE_CHECKING
 
-from holdfast.worker.process_memory import uncollected
+from holdfast.worker.process_memory import importing
 
 if TYPE_CHECKING:
     from holdfast.cluster.client.async_client import AsyncClient
@@ -106,7 +106,7 @@ def __getattr__(name: str) -> object:
     name = NAMES_IN_VLLM.get(name, name)
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with uncollected():
+    with importing():
         return getattr(importlib.import_module(HOMES[name]), name)
 
 

@@ -148,6 +148,18 @@ def uncollected() -> Iterator[None]:
 
 
 @contextmanager
+def importing() -> Iterator[None]:
+    """Inside it nothing is collected. What is there at its end counts as old: the next collection, of what is young,
+    would look at each object of an import once more for nothing.
+    """
+    with uncollected():
+        yield
+        if not gc.get_freeze_count():  # what somebody has set aside stays so
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation
+
+
+@contextmanager
 def loading() -> Iterator[None]:
     """Inside it nothing is collected. What is there at its end is set aside, except garbage, which is freed."""
     with uncollected():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Final
 
-from holdfast.worker.process_memory import uncollected
+from holdfast.worker.process_memory import importing, set_aside
 
 EXIT_INTERRUPTED: Final = 130
 
@@ -23,13 +23,15 @@ def main() -> None:
     is_ignored = signal.getsignal(signal.SIGINT) is not signal.default_int_handler  # as below `nohup`: it stays so
     if not is_ignored:
         signal.signal(signal.SIGINT, _end)
-    with uncollected():
+    with importing():
         from holdfast.cluster.commands import cli
         from holdfast.cluster.loop_thread import open_standard_streams
 
     open_standard_streams()
     run = cli.command if is_ignored else _interruptible(cli.command)
-    sys.exit(cli.exit_code(lambda: run(sys.argv[1:])))
+    code = cli.exit_code(lambda: run(sys.argv[1:]))
+    set_aside()  # the collections at an interpreter's end would look at each object of torch several times
+    sys.exit(code)
 
 
 def _interruptible(run: Callable[[Sequence[str]], object]) -> Callable[[Sequence[str]], object]:

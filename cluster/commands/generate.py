@@ -14,6 +14,7 @@ from holdfast.cluster.commands.sampling_flags import SamplingFlags
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.layers import Layer
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.process_memory import importing
 
 if TYPE_CHECKING:
     from holdfast.cluster.call_options import ServiceOptions
@@ -225,8 +226,9 @@ def engine_here(config: "HoldfastConfig") -> "InferenceEngine":
     check_files(config)
     alone = config.model_copy(update={"cluster": config.cluster.model_copy(update={"replicas": 1})})
     check_fits([alone], Machine.here())
-    from holdfast.cluster.offline.inference_engine import InferenceEngine
-    from holdfast.cluster.progress_bars import progress
+    with importing():
+        from holdfast.cluster.offline.inference_engine import InferenceEngine
+        from holdfast.cluster.progress_bars import progress
 
     with progress(sys.stderr) as report:
         engine = InferenceEngine(config=config.worker, limits=config.limits, progress=report)
@@ -235,10 +237,10 @@ def engine_here(config: "HoldfastConfig") -> "InferenceEngine":
 
 
 def _complete_here(config: "HoldfastConfig", ask: Ask) -> None:
-    from holdfast.cluster.offline.calls import chat_list
-
     engine = engine_here(config)
     try:
+        from holdfast.cluster.offline.calls import chat_list
+
         prompt = chat_list(engine.tokenizer, ask.messages)[0].prompt if ask.messages else ask.text
         printer = Printer()
         if ask.is_streamed:

@@ -121,7 +121,8 @@ def logits_in_chunks(leader: LeaderRunner, prompts: Sequence[Sequence[int]], chu
         counts = [max(0, min(chunk, len(prompt) - start)) for prompt in prompts]
         spans = [(number, count) for number, count in enumerate(counts) if count]
         plan = StepPlan(step_id=0, others=tuple(sequences.scheduled(n, start, c, c) for n, c in spans))
-        for (number, _), part in zip(spans, leader.logits(plan).split([c for _, c in spans]), strict=True):
+        logits = torch.from_numpy(leader.logits(plan))
+        for (number, _), part in zip(spans, logits.split([c for _, c in spans]), strict=True):
             rows[number].append(part)
     return [torch.cat(parts) for parts in rows]
 

@@ -1,4 +1,6 @@
-"""The collector around loading: at rest inside, and blind afterwards to what was loaded, but not to its garbage."""
+"""The collector around imports and loading: at rest inside, and blind afterwards to what was loaded, but not to its
+garbage.
+"""
 
 import gc
 import weakref
@@ -6,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.worker.process_memory import loading, set_aside, take_back
+from holdfast.worker.process_memory import importing, loading, set_aside, take_back
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +39,19 @@ def test_it_rests_inside_and_frees_the_garbage_at_the_end() -> None:
     take_back()
     gc.collect()
     assert gone() is None
+
+
+def test_what_was_imported_is_old_at_once() -> None:
+    with importing():
+        kept = Node()
+    assert any(one is kept for one in gc.get_objects(generation=2))
+    assert gc.get_freeze_count() == 0, "the garbage of an import is freed some day"
+
+    set_aside()
+    num_aside = gc.get_freeze_count()
+    with importing():
+        pass
+    assert gc.get_freeze_count() == num_aside, "what somebody else has set aside stays so"
 
 
 def test_what_is_in_no_cycle_is_freed_as_ever() -> None:

@@ -8,8 +8,8 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from holdfast.worker.adapter import Adapter
 from holdfast.worker.config import WorkerConfig
@@ -324,14 +324,14 @@ class LeaderRunner:
         assert overlapping is not None, "the device runs steps in turn"
         return overlapping
 
-    def logits(self, plan: StepPlan) -> Tensor:
-        """Runs one step everywhere; a copy of the logits [rows wanted, vocab], in float32."""
+    def logits(self, plan: StepPlan) -> np.ndarray:
+        """Runs one step everywhere; a copy of the logits, float32 [rows wanted, vocab], in main memory."""
         batch = StepBatch.of(plan)
         if self._group.size > 1:
             self._group.broadcast(batch.packed())
         logits = self._runner.execute(batch).logits
         assert logits is not None, "rank 0 is the leader"
-        return logits.clone()
+        return logits.cpu().numpy().copy()
 
     def _ordered(self, plan: StepPlan, before: StepPlan | None = None) -> StepBatch:
         """A step that was sent to the other ranks. The device may draw in place of giving logits."""
@@ -405,7 +405,7 @@ def _self_check(runner: ModelRunner, group: TensorParallelGroup, cache: BlockCac
             raise UnsupportedModelError(runner.info.model_type, "the leader's check refused it", "See its message")
     else:
         outcome = _lead_check(check, leader, group)
-    cache.clear(check.block_ids)
+    cache.clear(torch.tensor(check.block_ids))
     return outcome is _Outcome.BITS_EQUAL
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Final
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import UnsupportedModelError
@@ -38,12 +37,15 @@ Spans = Sequence[tuple[int, int, int]]
 
 
 class SelfCheck:
-    """Runs the check. `run` gives the logits of all rows of a plan, [tokens, vocab]."""
+    """Runs the check. `run` gives the logits of all rows of a plan, float32 [tokens, vocab], in memory of their own.
 
-    def __init__(self, info: ModelInfo, run: Callable[[StepPlan], Tensor], seed: int = 0) -> None:
+    They are compared by numpy, on one thread: torch's wait for each other, busily, after every operation.
+    """
+
+    def __init__(self, info: ModelInfo, run: Callable[[StepPlan], np.ndarray], seed: int = 0) -> None:
         self._info = info
         self._run = run
-        generator = torch.Generator().manual_seed(seed)
+        generator = np.random.default_rng(seed)
         self._tokens: list[list[int]] = []
         self._blocks: list[tuple[int, ...]] = []
         self._window_blocks: list[tuple[int, ...]] = []
@@ -53,12 +55,12 @@ class SelfCheck:
         free = info.num_blocks
         for want in self._wanted():
             if length := self._longest(want, free):
-                self._tokens.append(torch.randint(info.vocab_size, (length,), generator=generator).tolist())
+                self._tokens.append(generator.integers(info.vocab_size, size=length).tolist())
                 self._blocks.append(tuple(islice(ids, self._num_blocks(length))))
                 self._window_blocks.append(tuple(islice(ids, self._num_window_blocks(length))))
                 free -= self._num_blocks(length) + self._num_window_blocks(length)
-        self._alone: list[Tensor] = []
-        self._largest: list[Tensor] = []
+        self._alone: list[np.ndarray] = []
+        self._largest: list[float] = []
 
     def _wanted(self) -> tuple[int, ...]:
         """Lengths of the sequences. Few blocks, or few slots of state, leave room for fewer sequences."""
@@ -66,9 +68,9 @@ class SelfCheck:
         return (first, *NUM_TOKENS[1:])[: self._info.num_state_slots or None]
 
     @property
-    def block_ids(self) -> Tensor:
-        """The blocks that the check writes to, int64."""
-        return torch.tensor([block for blocks in (*self._blocks, *self._window_blocks) for block in blocks])
+    def block_ids(self) -> list[int]:
+        """The blocks that the check writes to."""
+        return [block for blocks in (*self._blocks, *self._window_blocks) for block in blocks]
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._info.block_size)
@@ -90,8 +92,8 @@ class SelfCheck:
         """
         alone: list[Spans] = [[(number, 0, len(tokens))] for number, tokens in enumerate(self._tokens)]
         self._alone = [rows for _, _, rows in self._rows(alone)]
-        self._largest = [rows.abs().max() for rows in self._alone]
-        if not all(rows.isfinite().all() for rows in self._alone):
+        self._largest = [float(np.abs(rows).max()) for rows in self._alone]
+        if not np.isfinite(self._largest).all():
             reason = f"its logits are not finite in {self._info.dtype}"
             raise UnsupportedModelError(self._info.model_type, reason, "Choose another dtype, or check its weights")
         if not all(self._largest):
@@ -100,7 +102,7 @@ class SelfCheck:
             raise UnsupportedModelError(self._info.model_type, reason, way_out)
         packed: list[Spans] = [[span for spans in alone for span in spans]]
         outcomes = [self._compare(steps) for steps in (packed, self._chunked(), self._decoded())]
-        drift = torch.cat([drifts for _, drifts in outcomes]).median()
+        drift = float(np.quantile([one for _, drifts in outcomes for one in drifts], 0.5, method="lower"))
         if not drift <= _TOLERANCE.get(self._info.dtype, _HALF_TOLERANCE):
             reason = f"it mixes tokens outside attention (logits moved by {drift:.1%} with the batch)"
             raise UnsupportedModelError(self._info.model_type, reason, OTHER_ENGINE)
@@ -127,24 +129,24 @@ class SelfCheck:
             steps.append([(number, starts[number] + i, 1) for number in under_way])
         return [spans for spans in steps if spans]
 
-    def _compare(self, steps: Sequence[Spans]) -> tuple[bool, Tensor]:
+    def _compare(self, steps: Sequence[Spans]) -> tuple[bool, list[float]]:
         """Whether all rows are equal to those alone, and how far off the first rows of spans are.
 
         State that does not live in the cache shows there first. Half of them off is no accident; one of them may be,
         where rounding sends a token to another expert.
         """
-        equal, drifts = True, []
+        equal, drifts = True, list[float]()
         for number, start, rows in self._rows(steps):
             alone = self._alone[number]
-            drifts.append((rows[0] - alone[start]).abs().max() / self._largest[number])
-            equal = equal and torch.equal(rows, alone[start : start + len(rows)])
-        return equal, torch.stack(drifts)
+            drifts.append(float(np.abs(rows[0] - alone[start]).max()) / self._largest[number])
+            equal = equal and np.array_equal(rows, alone[start : start + len(rows)])
+        return equal, drifts
 
-    def _rows(self, steps: Sequence[Spans]) -> Iterator[tuple[int, int, Tensor]]:
+    def _rows(self, steps: Sequence[Spans]) -> Iterator[tuple[int, int, np.ndarray]]:
         """The logits of each span, one step after the other: with a large vocabulary all of them are many megabytes."""
         for step_id, spans in enumerate(steps):
             plan = StepPlan(step_id=step_id, others=tuple(self._scheduled(*span) for span in spans))
-            logits = torch.split(self._run(plan), [count for _, _, count in spans])
+            logits = np.split(self._run(plan), np.cumsum([count for _, _, count in spans])[:-1])
             for (number, start, _), part in zip(spans, logits, strict=True):
                 yield number, start, part
 

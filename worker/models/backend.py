@@ -157,7 +157,7 @@ def load_backend(
     `Unavailable` on a CPU that does not run the native library, which draws for both backends.
     """
     if device.type == "cpu":
-        load_library()  # before anything large is read; compiles it where there is none
+        load_library(None)  # before anything large is read; compiles it where there is none
     try:
         return _backend(config, folder, group, device, progress)
     except NotFiniteError as found:

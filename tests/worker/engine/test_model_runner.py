@@ -103,7 +103,7 @@ def test_a_step_draws_as_many_tokens_as_it_is_asked_for(leader):
     assert [len(tokens) for tokens in result.token_ids] == [0, 3]
     logits = leader.logits(whole_prompts(leader, num_draws=(0, 3)))
     assert logits.shape == (3, 126)
-    assert logits.dtype == torch.float32
+    assert logits.dtype == np.float32
     assert result.token_ids[1] == tuple(logits.argmax(-1).tolist())
 
 

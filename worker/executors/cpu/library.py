@@ -104,15 +104,14 @@ def path_of(name: str) -> Path:
 
     Raises `Unavailable`.
     """
-    for folder in (INSTALLED, cache_folder()):
-        path = folder / f"{name}.so"
-        if is_current(path):
-            return path
+    if is_current(installed := INSTALLED / f"{name}.so"):
+        return installed
     folder = cache_folder()
+    if is_current(path := folder / f"{name}.so"):
+        return path
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:  # ranks of one machine start together: one compiles, the others wait
         fcntl.flock(lock, fcntl.LOCK_EX)
-        path = folder / f"{name}.so"
         if not is_current(path):
             logger.info("compiling the native executor (%s), once on this machine", name)
             try:
