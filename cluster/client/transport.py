@@ -1,6 +1,7 @@
 """Transport of a client: how calls reach routers. One method, over gRPC unless a test brings another."""
 
 import json
+import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import grpc
 from holdfast.router.router_losses import ROUTERS_LOST
 from holdfast.router.wire.statuses import CallStatus, error_of
 from holdfast.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
-from holdfast.worker.wire.loopback import reaching
+from holdfast.worker.wire.loopback import proxy_on_the_way, reaching
 from holdfast.worker.wire.tls import Tls
 
 KEEPALIVE_MS: Final = 1_200
@@ -113,7 +114,7 @@ class GrpcTransport:
                 async for message in call:
                     yield message
         except grpc.aio.AioRpcError as error:
-            status = _status(error)
+            status = _status(error, address)
             raise CallFailed(status, is_router_lost=_is_router_lost(status)) from error
         finally:
             call.cancel()
@@ -136,9 +137,13 @@ class GrpcTransport:
         return self._channels[address]
 
 
-def _status(error: grpc.aio.AioRpcError) -> CallStatus:
+def _status(error: Any, address: str) -> CallStatus:
+    """Status of a call to `address` that failed. Its message names a proxy of the environment on the way."""
     trailers: Any = error.trailing_metadata() or ()  # pairs, whatever the stubs say
-    return CallStatus(code=error.code(), message=error.details() or "", trailing_metadata=tuple(trailers))
+    message = error.details() or ""
+    if message.startswith(_UNREACHED) and (name := proxy_on_the_way(address, os.environ)):
+        message += f"; {name} is set, so the way to {address} is by a proxy: no_proxy may name the routers' hosts"
+    return CallStatus(code=error.code(), message=message, trailing_metadata=tuple(map(tuple, trailers)))
 
 
 def _is_router_lost(status: CallStatus) -> bool:
@@ -235,8 +240,4 @@ def _admin_call(
         try:
             yield getattr(stub, method)(request, metadata=metadata, timeout=timeout_s)
         except grpc.RpcError as error:
-            known: Any = error  # a call as well, in both forms
-            trailers: Any = known.trailing_metadata() or ()
-            found = tuple(tuple(one) for one in trailers)
-            status = CallStatus(code=known.code(), message=known.details() or "", trailing_metadata=found)
-            raise error_of(status) from None
+            raise error_of(_status(error, server)) from None  # a call as well, in both forms

@@ -116,7 +116,7 @@ class InferenceEngine:
                 self._router.end_all()
                 self._replica.stop()
                 self._router.close()
-                self._replica = None
+                self._replica = self._router = None
 
     def __enter__(self) -> "InferenceEngine":
         self.start()
@@ -219,8 +219,8 @@ class InferenceEngine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request within one step. Unknown ids are ignored. An id that callers have given means theirs alone."""
-        if self._router is not None:
-            self._router.abort(request_id)
+        if (router := self._router) is not None:
+            router.abort(request_id)
 
     def update_weights(
         self,

@@ -3,7 +3,7 @@
 import ipaddress
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from holdfast.worker.errors import ConfigurationError
@@ -38,6 +38,18 @@ def reaching(address: str, options: ChannelOptions) -> list[tuple[str, int]]:
     """The options of a channel to `address` (`host:port`, or a name by which gRPC knows it): straight to loopback."""
     host = _SCHEME.sub("", address).rpartition(":")[0].strip("[]")
     return [*options, NO_PROXY] if is_loopback(host) else list(options)
+
+
+def proxy_on_the_way(address: str, environ: Mapping[str, str]) -> str:
+    """Name of the variable by which gRPC goes to `address` by a proxy; empty where it goes straight there."""
+    names = ("grpc_proxy", "https_proxy", "http_proxy")
+    host = _SCHEME.sub("", address).rpartition(":")[0].strip("[]")
+    if NO_PROXY in reaching(address, ()):
+        return ""
+    excepted = (environ.get("no_grpc_proxy") or environ.get("no_proxy") or "").split(",")
+    if any(host.endswith(suffix.strip()) for suffix in excepted if suffix.strip()):
+        return ""
+    return next((name for name in names if environ.get(name, "").lower().startswith("http://")), "")
 
 
 def check_loopback(host: str = LOOPBACK) -> None:

@@ -1,5 +1,7 @@
 """A proxy in the environment, as companies' machines have it: nothing within a machine or a cluster goes through it."""
 
+import asyncio
+
 import pytest
 
 from benchmarks.static_directory import StaticDirectory
@@ -7,8 +9,9 @@ from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.client.transport import call_admin
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.server.router import Router
+from holdfast.worker.errors import ReplicaError
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.wire.loopback import NO_PROXY, reaching
+from holdfast.worker.wire.loopback import NO_PROXY, proxy_on_the_way, reaching
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_each_loop
 from tests.router.site import eventually, expected
@@ -26,8 +29,6 @@ def a_proxy_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_each_loop
 async def test_links_and_clients_of_this_machine_go_past_a_proxy():
-    import asyncio
-
     replica = await FakeReplica.start()
     router = await Router.start(
         RouterConfig(), LimitsConfig(), StaticDirectory([replica.endpoint]), load_tokenizer=byte_tokenizer
@@ -65,3 +66,34 @@ async def test_links_and_clients_of_this_machine_go_past_a_proxy():
 )
 def test_a_client_leaves_the_way_to_other_machines_to_its_user(address, is_direct):
     assert (NO_PROXY in reaching(address, ())) == is_direct
+
+
+@pytest.mark.parametrize("name", ["http_proxy", "https_proxy", "grpc_proxy"])
+@on_each_loop
+async def test_a_client_that_a_proxy_keeps_from_its_router_says_so(name, monkeypatch):
+    for other in VARIABLES:
+        monkeypatch.delenv(other)
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    said = f"{name} is set, so the way to 192.0.2.1:50051 is by a proxy: no_proxy"
+    async with AsyncClient("192.0.2.1:50051", connect_s=0.1) as client:
+        with pytest.raises(ReplicaError, match=said):
+            await client.generate("hello", SamplingParams(max_tokens=1))
+    with pytest.raises(ReplicaError, match=said):
+        await asyncio.to_thread(call_admin, "192.0.2.1:50051", "DumpState", {})
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({"http_proxy": "http://p:1"}, "http_proxy"),
+        ({"http_proxy": "http://p:1", "https_proxy": "http://p:1"}, "https_proxy"),
+        ({"http_proxy": "http://p:1", "no_proxy": "other.com, example.com"}, ""),
+        ({"http_proxy": "http://p:1", "no_proxy": "example.com", "no_grpc_proxy": "other.com"}, "http_proxy"),
+        ({"http_proxy": "p:1"}, ""),
+        ({"http_proxy": "socks5://p:1", "all_proxy": "http://p:1", "HTTP_PROXY": "http://p:1"}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_proxy_by_which_grpc_goes(environ, name):
+    assert proxy_on_the_way("router.example.com:443", environ) == name
+    assert proxy_on_the_way("localhost:443", environ) == ""

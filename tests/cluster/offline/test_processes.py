@@ -34,6 +34,12 @@ def main():
     said["forked"] = in_a_fork(lambda: asked(llm))
     said["loaded anew"] = in_a_fork(lambda: asked(made()))
     said["here again"] = asked(llm)
+    loaded = weakref.ref(llm._engine._replica)
+    llm.close()
+    gc.collect()
+    said["kept when closed"] = loaded() is not None
+    llm.close()
+    llm = made()
     gone = weakref.ref(llm)
     llm = None
     gc.collect()
@@ -50,4 +56,11 @@ def test_the_first_llm_is_freed_and_forks_work_or_raise(tiny_model: Path):
     assert ran.returncode == 0, ran.stderr
     said = json.loads(ran.stdout.splitlines()[-1])
     assert said.pop("forked").startswith("ReplicaError: this process was forked from the one that loaded the model")
-    assert said == {"here": True, "loaded anew": True, "here again": True, "kept": False, "threads": []}
+    assert said == {
+        "here": True,
+        "loaded anew": True,
+        "here again": True,
+        "kept when closed": False,
+        "kept": False,
+        "threads": [],
+    }
