@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from holdfast.cluster.serve.app import build_app, build_model
     from holdfast.router.generation import OutputDelta
     from holdfast.worker.errors import HoldfastError
+    from holdfast.worker.pooling import PoolingParams
     from holdfast.worker.request import FinishReason, Priority
     from holdfast.worker.sampling_params import SamplingParams
     from holdfast.worker.structured_outputs import StructuredOutputs
@@ -51,6 +52,7 @@ __all__ = [
     "LLMEngine",
     "LoRARequest",
     "OutputDelta",
+    "PoolingParams",
     "Priority",
     "RequestMetrics",
     "RequestOutput",
@@ -83,6 +85,7 @@ HOMES = {  # the module of each name
     "HoldfastError": "holdfast.worker.errors",
     "HoldingTransport": "holdfast.cluster.client.holding_transport",
     "InferenceEngine": "holdfast.cluster.offline.inference_engine",
+    "PoolingParams": "holdfast.worker.pooling",
     "Priority": "holdfast.worker.request",
     "RequestMetrics": "holdfast.cluster.offline.outputs",
     "RequestOutput": "holdfast.cluster.offline.outputs",

@@ -133,6 +133,8 @@ class OutputDelta(NamedTuple):
     """Chat output, for chats with tools or `split_reasoning`; set where the API reads them."""
     cumulative_logprob: float | None = None
     """Sum of the tokens' log-probabilities; of whole completions with `logprobs`, `best_of` or `beam_width`."""
+    pooled: bytes = b""
+    """Result of a pooling request, float32, little-endian; on its only delta."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

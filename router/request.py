@@ -14,6 +14,7 @@ from holdfast.router.config import LimitsConfig
 from holdfast.router.resume import ResumeRecord, check_record
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
+from holdfast.worker.pooling import PoolingParams
 from holdfast.worker.request import SERVICE_TEXTS, Service
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.value_types import checked_prompt, checked_seconds, checked_text
@@ -105,6 +106,9 @@ class GenerationRequest(Service):
     request_id: str = ""
     """Empty: the server chooses one."""
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    pooling: PoolingParams | None = None
+    """Wish for a vector or scores of the prompt, instead of an output; None: an output. Of `sampling_params` truncation
+    counts then."""
     timeout_s: float | None = None
     """None: the server's default."""
     resume: ResumeRecord | None = None
@@ -125,6 +129,8 @@ class GenerationRequest(Service):
         if not isinstance(self.sampling_params, SamplingParams):
             raise InvalidRequestError("sampling_params", self.sampling_params, "must be SamplingParams")
         object.__setattr__(self, "sampling_params", self.sampling_params.clone())  # the caller may change its own
+        if self.pooling is not None and not isinstance(self.pooling, PoolingParams):
+            raise InvalidRequestError("pooling", self.pooling, "must be PoolingParams")
         self.check_service()
         if self.timeout_s is not None:
             object.__setattr__(self, "timeout_s", checked_seconds("timeout_s", self.timeout_s))

@@ -147,6 +147,19 @@ class ModelConfig(Settings):
         "auto",
         description="what runs the layers; auto: the native backend where it knows the model, else the HF backend",
     )
+    runner: Literal["auto", "generate", "pooling"] = Field(
+        "auto", description="whether the model generates text, or gives vectors or scores; auto: as its files say"
+    )
+    convert: Literal["auto", "none", "embed", "classify"] = Field(
+        "auto", description="what a pooled model gives: vectors (embed) or scores (classify); auto: as its files say"
+    )
+    score_template: str | None = Field(
+        None,
+        description="prompt of a pair of texts, with {query} and {document}, for scores; unset: the model's own",
+    )
+    pooling_type: Literal["auto", "last", "mean", "cls"] = Field(
+        "auto", description="states that a pooled model pools; auto: as its files say, else that of the last token"
+    )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of dummy weights")
     enable_lora: bool = Field(False, description="serve LoRA adapters beside the model (docs/adapters.md), on CPUs")
     lora: Folders = Field(

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Final, Self
 
 from holdfast.worker.adapter import Adapter
+from holdfast.worker.pooling import PoolingFacts
 
 VERSION_LENGTH: Final = 8
 """Hexadecimal digits of a version."""
@@ -108,6 +109,8 @@ class ModelInfo:
     """The release of the code that runs it."""
     adapters: tuple[Adapter, ...] = ()
     """Adapters that its settings name, by which it was started."""
+    pooling: PoolingFacts | None = None
+    """Pooling of its states, if prompts are pooled; None: it generates text."""
     answers_digest: bytes = b""
     """Digest of the answer to a fixed question, which differs where weights or arithmetic do; empty if it was not
     asked."""
@@ -125,7 +128,8 @@ class ModelInfo:
         Replicas of one version serve the same requests alike, but for what was measured on their machines.
         """
         lengths = (self.max_model_len, self.vocab_size, sorted(self.eos_token_ids))
-        parts = (self.release, self.model_type, self.tensor_parallel_size, self.numerics, *lengths)
+        pooling = () if self.pooling is None else self.pooling
+        parts = (self.release, self.model_type, self.tensor_parallel_size, self.numerics, *lengths, *pooling)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:VERSION_LENGTH]
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 from holdfast.worker.adapter import Adapter
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import MAX_WHOLE
+from holdfast.worker.pooling import PoolingParams
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.value_types import checked_text
 
@@ -175,6 +176,8 @@ class EngineRequest(Service):
     """The bad words of `sampling_params` as token ids, each in every way that it may be written."""
     adapter: Adapter | None = None
     """Adapter that it runs with; None: the model alone."""
+    pooling: PoolingParams | None = None
+    """Wish for a vector or scores of its prompt: then it draws nothing; None: it draws an output."""
     grammar: str = ""
     """The structured outputs of `sampling_params` as a grammar of llguidance; empty: the output may be anything."""
     group_id: Hashable = ""
@@ -279,6 +282,8 @@ class TokenDelta:
     """
     num_accepted_tokens: int = 0
     """Tokens among `num_draft_tokens` that came true."""
+    pooled: bytes = b""
+    """Result of a pooling request, float32, little-endian, with its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

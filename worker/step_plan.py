@@ -10,12 +10,13 @@ advances all of them by one number.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Final, Protocol
 
 from holdfast.worker.draws import DrawParams, draw_after
+from holdfast.worker.pooling import PoolShare
 from holdfast.worker.request import TokenLogprob
 
 
@@ -180,6 +181,8 @@ class ScheduledSequence:
     """Number of last tokens that are drafts."""
     prompt_logprobs: PromptLogprobParams | None = None
     """None where no logprobs of prompt tokens are asked for, which is nearly always."""
+    pool: PoolShare | None = None
+    """Rows whose states are pooled, of a request for those; it draws nothing."""
     drafting: Drafting | None = None
     """Work for the draft model, where there is one. What it guesses, the step then verifies (`with_drafts`)."""
 
@@ -221,16 +224,20 @@ class StepPlan:
     """Some draw must match a grammar."""
     has_adapters: bool = field(init=False)
     """Some sequence has an adapter."""
+    pools: bool = field(init=False)
+    """Some sequence is pooled."""
 
     def __post_init__(self) -> None:
         rows = self.decodes
         num_tokens = len(rows.token_ids) * rows.num_steps
         needs_logits, asks_for_logprobs, has_grammars = rows.columns.need_logits, rows.columns.ask_for_logprobs, False
-        has_adapters = bool(rows.columns.adapter_slots)
+        has_adapters, pools = bool(rows.columns.adapter_slots), False
         for share in self.others:
             num_tokens += len(share.token_ids)
             if share.adapter_slot:
                 has_adapters = True
+            if share.pool is not None:
+                pools = True
             draw, settings = share.draw, None
             if draw is not None:
                 settings = draw.logits_settings
@@ -241,7 +248,7 @@ class StepPlan:
                 has_grammars = True
         self.num_steps, self.num_tokens = rows.num_steps, num_tokens
         self.needs_logits, self.asks_for_logprobs, self.has_grammars = needs_logits, asks_for_logprobs, has_grammars
-        self.has_adapters = has_adapters
+        self.has_adapters, self.pools = has_adapters, pools
 
     @property
     def sequences(self) -> tuple[ScheduledSequence, ...]:
@@ -338,6 +345,9 @@ class StepResult:
     sequence asks."""
     drafts: tuple[tuple[int, ...], ...] = ()
     """Guesses of the draft model for each sequence that the step verified. Empty if there were none."""
+    pooled: Mapping[int, bytes] = field(default_factory=dict)
+    """Sums of pooled sequences so far, float64, or where they are complete their results, float32; by sequence id.
+    `NOT_FINITE` in place of what has a NaN or an infinity."""
 
     def without_first(self, count: int) -> "StepResult":
         """Draws of all sequences but the first `count`."""

@@ -76,8 +76,6 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "prefill_context_parallel_size": (1,),
     "skip_tokenizer_init": (False,),
     "tokenizer_mode": ("auto", "hf", "fast", "slow"),
-    "runner": ("auto", "generate"),
-    "convert": ("auto", "none"),
     "task": ("auto", "generate"),
     "lora_modules": (None,),
     "enable_prompt_adapter": (False,),

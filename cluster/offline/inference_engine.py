@@ -184,8 +184,7 @@ class InferenceEngine:
 
         With a `lora_request` it runs with that adapter. Raises `ConfigurationError` where its folder cannot be read.
         """
-        router = self._running()[1]
-        model = router.model if lora_request is None else self._model_with(lora_request, router)
+        router, model = self._running()[1], self.model_with(lora_request)
         request = self._request(router, prompt, params, callback, request_id, service, is_awaited=False, model=model)
         router.submit(request)
         return request
@@ -328,8 +327,18 @@ class InferenceEngine:
         name = request_id or f"request-{number}"
         return RequestHandle(request, router.tokenizer, router.cancel, callback, name=name, is_awaited=is_awaited)
 
-    def _model_with(self, lora: LoRARequest, router: LocalRouter) -> str:
-        """The name by which the model runs with this adapter."""
+    def bare_request(self, **fields: Any) -> GenerationRequest:
+        """A request for the model without a prompt, of the order of service that the caller says."""
+        fields["seed_key"] = f"{self._seed}:{next(self._numbers)}"
+        if self._num_cache_resets:
+            fields["cache_salt"] = f"{self._num_cache_resets}:{fields.get('cache_salt', '')}"
+        return GenerationRequest(model=self._running()[1].model, **fields)
+
+    def model_with(self, lora: LoRARequest | None) -> str:
+        """The name by which the model runs with this adapter. Raises `ConfigurationError` where it cannot be read."""
+        router = self._running()[1]
+        if lora is None:
+            return router.model
         if not self._config.model.serves_adapters:
             limit = "must not be set: the engine was made without enable_lora=True"
             raise InvalidRequestError("lora_request", lora.lora_name, limit)

@@ -32,6 +32,7 @@ from holdfast.cluster.offline.engine_args import WHERE, translated
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.lora import LoRARequests
 from holdfast.cluster.offline.outputs import BeamSearchOutput, BeamSearchParams, RequestOutput
+from holdfast.cluster.offline.pooling_methods import PoolingMethods
 from holdfast.cluster.offline.request_handle import RequestHandle, beam_sequence
 from holdfast.cluster.offline.vllm_methods import Metric, VllmMethods, default_params, metrics_of
 from holdfast.worker.errors import InvalidRequestError
@@ -51,7 +52,7 @@ Message = Mapping[str, Any]
 Item = TypeVar("Item")
 
 
-class LLM(VllmMethods):
+class LLM(PoolingMethods, VllmMethods):
     """A loaded model. Close it, or use it as a context manager, to free what it holds before the process ends.
 
     `settings` are those of `holdfast config show`, by their last name (`max_num_seqs=8`), or the arguments of vLLM's

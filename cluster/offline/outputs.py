@@ -4,7 +4,7 @@ Plain data.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Generic, TypeVar
 
 from holdfast.cluster.offline.lora import LoRARequest
 from holdfast.router.generation import RequestFigures
@@ -100,6 +100,51 @@ class RequestOutput:
     kv_transfer_params: ClassVar[None] = None
     ec_transfer_params: ClassVar[None] = None
     """vLLM's attributes for what is not here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOutput:
+    """Vector of a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its numbers."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassificationOutput:
+    """Scores of a prompt, one for each label; with an activation they are probabilities."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringOutput:
+    """Score of a pair of texts."""
+
+    score: float
+
+
+Pooled = TypeVar("Pooled", EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledRequestOutput(Generic[Pooled]):
+    """A pooling request and its result."""
+
+    request_id: str
+    outputs: Pooled
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    finished: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

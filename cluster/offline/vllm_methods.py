@@ -27,7 +27,6 @@ def refused(name: str, reason: str) -> Callable[..., NoReturn]:
 
 _NO_CODE: Final = "ranks run no code of callers; update_weights() brings them other weights"
 _NO_PROFILER: Final = "there is no profiler inside; get_stats() and get_metrics() have counts and times"
-_TEXT_ALONE: Final = "models generate text alone; there are no embeddings, scores or classes"
 _OWN_UPDATE: Final = "update_weights() takes a folder or tensors, in one call"
 
 
@@ -41,11 +40,8 @@ class Refused:
     stop_profile = refused("stop_profile", "no profile was started")
     collective_rpc = refused("collective_rpc", _NO_CODE)
     apply_model = refused("apply_model", _NO_CODE)
-    encode = refused("encode", _TEXT_ALONE)
-    embed = refused("embed", _TEXT_ALONE)
-    classify = refused("classify", _TEXT_ALONE)
-    score = refused("score", _TEXT_ALONE)
-    reward = refused("reward", _TEXT_ALONE)
+    encode = refused("encode", "embed(), classify() and score() name what they give")
+    reward = refused("reward", "classify() gives the scores of a reward model's head")
     add_lora = refused("add_lora", "give lora_request to generate: an adapter is loaded with its first request")
     init_weight_transfer_engine = refused("init_weight_transfer_engine", _OWN_UPDATE)
     start_weight_update = refused("start_weight_update", _OWN_UPDATE)

@@ -179,6 +179,8 @@ class StepOutputs:
         try:
             token_ids, logprobs = delta.token_ids[num_seen:], delta.logprobs[num_seen:]
             output_delta = state.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
+            if delta.pooled and output_delta is not None:
+                output_delta = output_delta._replace(pooled=delta.pooled)
         except Exception as bug:
             return self._endings.fail_unreadable(state, bug, replica_has_it=replica_has_it)
         if output_delta is None:

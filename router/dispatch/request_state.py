@@ -217,6 +217,7 @@ class RequestState:
             self.stop_reason if finish_reason is FinishReason.STOP else None,
             None,
             None,
+            b"",
         )
         return tuple.__new__(OutputDelta, fields)  # by names it takes four times as long, for every token
 
@@ -248,6 +249,7 @@ class RequestState:
             None,
             None,
             None,
+            b"",
         )
         return tuple.__new__(OutputDelta, fields)
 

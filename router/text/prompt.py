@@ -4,6 +4,7 @@ Pure functions, for the router and for the offline engine.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Final
 
 from holdfast.router.request import EMPTY_PROMPT, GenerationRequest, derived_seed
@@ -11,6 +12,7 @@ from holdfast.router.text.detokenizer import IncrementalDetokenizer
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError, shortened
 from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.pooling import PoolingTask
 from holdfast.worker.sampling_params import ALL_LOGPROBS, SamplingParams
 
 MAX_PROMPT_LOGPROBS_BYTES: Final = 16 * 2**20
@@ -32,17 +34,41 @@ def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence
     return token_ids[:num_kept] if params.truncate_right else token_ids[-num_kept:]
 
 
+def pooled(request: GenerationRequest, facts: ModelInfo) -> GenerationRequest:
+    """A request for or of a pooled model, with the text that the model puts before each that it embeds.
+
+    Raises `InvalidRequestError` where the model does not give what is asked for.
+    """
+    if facts.pooling is None:
+        limit = "generates text: it gives neither vectors nor scores (docs/embeddings.md)"
+        raise InvalidRequestError("model", facts.model, limit)
+    if request.pooling is None:
+        limit = f"{_GIVES[facts.pooling.task]}, and generates no text"
+        raise InvalidRequestError("model", facts.model, limit)
+    facts.pooling.check(request.pooling)
+    if facts.pooling.prompt and isinstance(request.prompt, str) and request.chat is None:
+        return replace(request, prompt=facts.pooling.prompt + request.prompt)
+    return request
+
+
+_GIVES: Final = {
+    PoolingTask.EMBED: "gives vectors (/v1/embeddings)",
+    PoolingTask.CLASSIFY: "gives scores (/v1/score, /v1/classify)",
+}
+
+
 def check_length(request: GenerationRequest, num_tokens: int, facts: ModelInfo) -> None:
     """Raises `InvalidRequestError` unless a request's prompt has tokens and leaves room for one more, in the model's
     context and in the KV cache.
     """
     max_sequence_len, max_model_len = facts.max_sequence_len, facts.max_model_len
-    if 0 < num_tokens < max_sequence_len:
+    if 0 < num_tokens < max_sequence_len + (request.pooling is not None):
         return
     field, prompt = request.prompt_field, request.prompt if request.chat is None else request.chat.messages
     if num_tokens == 0:
         raise InvalidRequestError(field, prompt, "the prompt has no tokens" if prompt else EMPTY_PROMPT)
-    length = f"the prompt has {num_tokens} tokens, and at least one more must fit"
+    more = "" if request.pooling is not None else ", and at least one more must fit"
+    length = f"the prompt has {num_tokens} tokens{more}"
     if max_sequence_len == max_model_len:
         limit = f"this model's maximum context length is {max_model_len} tokens; {length}"
     else:

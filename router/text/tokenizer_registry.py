@@ -23,6 +23,7 @@ from holdfast.router.text.prompt import (
     check_vocabulary,
     echoed_text,
     kept_tokens,
+    pooled,
     resolved,
     with_counted_logprobs,
 )
@@ -161,6 +162,8 @@ class TokenizerRegistry:
         what the model does not take.
         """
         name, facts, params = model.name, model.facts, request.sampling_params
+        if request.pooling is not None or facts.pooling is not None:
+            request = pooled(request, facts)
         if ALL_LOGPROBS in (params.logprobs, params.prompt_logprobs):
             params = with_counted_logprobs(params, facts.vocab_size, limits.max_logprobs)
         text = request.prompt if request.chat is None else await self._chat_text(request.chat, name, limits)
@@ -169,7 +172,7 @@ class TokenizerRegistry:
         if request.chat is not None and request.chat.marks and isinstance(text, str):
             cache_marks = await self._cache_marks(name, request.chat, text, len(token_ids))
         if params.truncate_prompt_tokens is not None:
-            token_ids = kept_tokens(token_ids, params, facts.max_sequence_len)
+            token_ids = kept_tokens(token_ids, params, facts.max_sequence_len + (request.pooling is not None))
         check_length(request, len(token_ids), facts)
         if params.prompt_logprobs is not None:
             check_prompt_logprobs(params, len(token_ids))
@@ -185,6 +188,7 @@ class TokenizerRegistry:
             part=request.part,
             prompt_token_ids=token_ids,
             sampling_params=params,
+            pooling=request.pooling,
             **request.service,
             cache_marks=cache_marks if params.truncate_prompt_tokens is None else (),
             # Of a token beyond the model's vocabulary there is no logit.

@@ -73,6 +73,7 @@ class ModelRunner:
         """The same on all ranks."""
         self.backend = loaded.backend
         self.draft = loaded.draft
+        self.pooler = loaded.pooler
         self.progress: ProgressCounter = loaded.backend.progress
         """Moves with every layer of every step."""
         self._config = config
@@ -173,7 +174,7 @@ class ModelRunner:
         if isinstance(self.draft, NextTokenLayer):  # it belongs to the weights, and has their head
             self.draft.close()
             self.draft = fresh.draft
-        old, self.backend = self.backend, fresh.backend
+        old, self.backend, self.pooler = self.backend, fresh.backend, fresh.pooler
         if self.mover is not None and fresh.mover is not None:
             self.mover.hand_over_to(fresh.mover)
             self.mover = fresh.mover
@@ -276,6 +277,8 @@ class LeaderRunner:
         self._runner.progress.tick()
         masks = None if waiting is None else self._masks(waiting)
         result = step_result(plan, output, self._runner.sampler, masks)
+        if plan.pools and self._runner.pooler is not None:
+            result = replace(result, pooled=self._runner.pooler.pooled(plan, output.pooled))
         return replace(result, drafts=drafts) if drafts else result
 
     @property

@@ -42,6 +42,8 @@ class HeadOutput:
     """`best` of each step, where the batch was for several; all else is None then."""
     sampled: "Sampled | None" = None
     """Samples, if the device has drawn in the step itself."""
+    pooled: "NDArray[np.float32] | None" = None
+    """[rows that are pooled, hidden]: states behind the final norm, of the CPU executor; None: the batch has none."""
 
 
 class Sampled(NamedTuple):

@@ -15,6 +15,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.slices import largest_share, told_of_uneven
 from holdfast.worker.model_info import ModelInfo, Window, sequence_blocks
 from holdfast.worker.models.backend import Backend, BlockCache, LoadedBackend, load_backend
@@ -37,8 +38,10 @@ from holdfast.worker.models.memory import (
     smallest_of_all_ranks,
     useful_blocks,
 )
+from holdfast.worker.models.native_backend import NativeBackend
 from holdfast.worker.models.next_token import NextTokenLayer
 from holdfast.worker.models.parallelize import Target
+from holdfast.worker.models.pooling import Pooler, load_pooler
 from holdfast.worker.models.quantization.rule import rule_name
 from holdfast.worker.models.quantization.words import NOT_QUANTIZED
 from holdfast.worker.models.quantized_activations import check_quantized_activations
@@ -63,6 +66,8 @@ class LoadedModel:
     info: ModelInfo
     draft: DraftModel | NextTokenLayer | None
     """On the leading rank of a replica that has one."""
+    pooler: Pooler | None
+    """Pooling, of a model that does not generate text."""
 
 
 def check_ranks(config: WorkerConfig) -> None:
@@ -93,6 +98,7 @@ def load_model(
     loaded = load_backend(config, folder, group, device, progress)
     backend, facts, target = loaded.backend, loaded.facts, loaded.target
     check_own_dtype(config, str(target.dtype).removeprefix("torch."))
+    pooler = _load_pooler(config, folder, backend)
     draft = _load_draft(config, folder, loaded)
     block_size, window = _block_sizes(config, backend, target, facts.max_model_len)
     room = _state_room(config, backend, target, block_size, window)
@@ -124,10 +130,28 @@ def load_model(
         executor=f"{backend.numerics}+{backend.sampler.numerics}",
         checkpoint_digest=checkpoint_digest(folder, _weight_changes(config.model)),
         release=_release(),
+        pooling=None if pooler is None else pooler.facts,
     )
     if info.most_tokens < facts.max_model_len:
         logger.warning("the cache holds %d tokens, and the model could use %d", info.most_tokens, facts.max_model_len)
-    return LoadedModel(backend=backend, cache=cache, info=info, draft=draft)
+    return LoadedModel(backend=backend, cache=cache, info=info, draft=draft, pooler=pooler)
+
+
+def _load_pooler(config: WorkerConfig, folder: Path, backend: Backend) -> Pooler | None:
+    """Pooling of the model, if its states are pooled. Raises `ConfigurationError` where that is not possible."""
+    pooler = load_pooler(config.model, folder)
+    if pooler is None:
+        return None
+    if not (isinstance(backend, NativeBackend) and isinstance(backend.executor, CpuExecutor)):
+        raise ConfigurationError(
+            f"model.model = {config.model.model!r}: states are pooled by the native backend on CPUs alone "
+            "(docs/embeddings.md); set model.runner = 'generate' to have text generated"
+        )
+    if config.speculation.speculative != "none":
+        raise ConfigurationError(
+            f"speculation.speculative = {config.speculation.speculative!r}: must be none: a pooled model draws nothing"
+        )
+    return pooler
 
 
 def _weight_changes(config: ModelConfig) -> dict[str, Any]:
@@ -186,7 +210,7 @@ def reloaded_config(config: WorkerConfig, info: ModelInfo, folder: str) -> Worke
 
 def check_same_model(served: ModelInfo, other: ModelInfo) -> None:
     """Raises `ConfigurationError` unless they differ in their weights alone: requests and caches belong to the rest."""
-    for name in ("model_type", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "executor"):
+    for name in ("model_type", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "executor", "pooling"):
         old, new = getattr(served, name), getattr(other, name)
         if old != new:
             raise ConfigurationError(f"weights of another model cannot be taken: its {name} is {new}, not {old}")

@@ -28,7 +28,7 @@ from holdfast.worker.models.stated_latent import latent_attention
 from holdfast.worker.models.stated_mamba import MambaBuilder, slices_beside
 from holdfast.worker.models.stated_mlp import MlpBuilder
 from holdfast.worker.models.stated_tensors import StoredTensors, Weight, stored_tensors
-from holdfast.worker.models.text_model import served_config
+from holdfast.worker.models.text_model import POOLING_ENTRIES, served_config
 from holdfast.worker.models.weights import read_json
 
 _CPU: Final = torch.device("cpu")
@@ -54,8 +54,9 @@ def read_stated(
 
 def stated_config_of(config: ModelConfig, folder: Path) -> Any:
     """The folder's config.json with the changes of the settings. Raises as `read_stated_config`."""
-    raw = {**served_config(read_json(folder / "config.json"), folder), **config.config_changes}
-    return read_stated_config(raw, config.hf_overrides)
+    changes = {key: value for key, value in config.config_changes.items() if key not in POOLING_ENTRIES}
+    raw = {**served_config(read_json(folder / "config.json"), folder), **changes}
+    return read_stated_config(raw, config.hf_overrides.keys() - POOLING_ENTRIES)
 
 
 def stated_layout(

@@ -19,8 +19,8 @@ from holdfast.worker.models.weights import DummyWeights
 Weight = Tensor | StoredMatrix
 """A checkpoint's tensor, a view of a mapped file: its numbers, or what they are made of."""
 
-_UNUSED: Final = r"rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$"
-"""Tensors of old checkpoints that transformers computes now."""
+_UNUSED: Final = r"rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$|^score\.weight$"
+"""Tensors of old checkpoints that transformers computes now, and the head of pooled models (`pooling.py`)."""
 
 
 class Tensors(Protocol):

@@ -57,6 +57,17 @@ _PREFIXES: Final = (
 _OF_IMAGES: Final = frozenset({"mrope_section", "mrope_interleaved"})
 """Entries of rotary angles that say which of three positions turns a pair."""
 
+CLASSIFIERS: Final = "ForSequenceClassification"
+"""End of the names of architectures that give scores."""
+
+POOLING_ENTRIES: Final = frozenset(
+    {
+        *("architectures", "is_matryoshka", "matryoshka_dimensions", "classifier_from_token"),
+        *("is_original_qwen3_reranker", "id2label", "problem_type"),
+    }
+)
+"""Entries that say what becomes of pooled states, and nothing of the layers before (`pooling.py`)."""
+
 _HEAD: Final = "lm_head.weight"
 _OUTER: Final = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")
 """Entries that a config of several models may have once for all of them."""
@@ -67,7 +78,19 @@ def served_config(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     if holds_text_model(raw):
         return text_config(raw, _names(folder))
     known = _OTHER_NAMES.get(str(raw.get("model_type")))
-    return raw if known is None else {**raw, "model_type": known}
+    raw = raw if known is None else {**raw, "model_type": known}
+    return without_head(raw, folder) if is_without_head(raw) else raw
+
+
+def is_without_head(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model whose states are pooled: one without a head for tokens."""
+    return str((raw.get("architectures") or [""])[0]).endswith(("Model", CLASSIFIERS))
+
+
+def without_head(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The config of such a model as one of a causal language model: its table stands for the head it lacks."""
+    kept = {key: value for key, value in raw.items() if key != "architectures"}
+    return kept if _HEAD in _names(folder) else {**kept, "tie_word_embeddings": True}
 
 
 def holds_text_model(raw: Mapping[str, Any]) -> bool:

@@ -147,6 +147,7 @@ class Replica:
             state_blocks=info.state_blocks,
             window=info.window,
             drafter=speculation,
+            pooling=None if info.pooling is None else info.pooling.kind,
         )
         tuner = StepTuner(
             config.scheduler,

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.pooling import PoolingKind
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
@@ -31,13 +32,21 @@ def check_can_end(request: EngineRequest, eos_token_ids: frozenset[int]) -> None
         raise InvalidRequestError("sampling_params.structured_outputs", request.sampling_params.structure, limit)
 
 
+def begin_pooling(sequence: Sequence, kind: PoolingKind | None) -> None:
+    """A pooling request begins. Raises `InvalidRequestError` where the model is not pooled."""
+    if kind is None:
+        raise InvalidRequestError("pooling", sequence.request.pooling, "is not possible: the model generates text")
+    sequence.begin_pooling(kind)
+
+
 def check_fits(sequence: Sequence, *, num_slots: int, max_model_len: int) -> None:
     """Raises `InvalidRequestError` if a sequence is longer than the context, or than the whole KV cache.
 
     `num_slots` is the number of tokens that the KV cache holds.
     """
     num_prompt_tokens = sequence.num_prompt_tokens
-    max_prompt_tokens = min(max_model_len - 1, num_slots)
+    room = 1 if sequence.pool_rows is None else 0  # for the first token of the output
+    max_prompt_tokens = min(max_model_len - room, num_slots)
     if num_prompt_tokens > max_prompt_tokens:
         limit = f"must be at most {max_prompt_tokens} tokens: the context holds {max_model_len} with the output"
         raise InvalidRequestError(

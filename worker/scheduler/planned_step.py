@@ -253,7 +253,8 @@ def scheduled_sequence(
     """The next `num_tokens` tokens of a running sequence, and drafts after them."""
     first, block_ids, windows = sequence.num_computed_tokens, sequence.block_ids, queues.windows
     end = first + num_tokens
-    draws = end == len(sequence.token_ids)
+    pool = None if sequence.pool_rows is None else sequence.pool_share(num_tokens)
+    draws = end == len(sequence.token_ids) and pool is None
     last = end if drafts is NO_DRAFTS else end + drafts.num_tokens
     num_blocks = -(-last // queues.allocator.block_size)
     window_block_ids: tuple[int, ...] = ()
@@ -275,6 +276,7 @@ def scheduled_sequence(
         state_slot=sequence.state_slot,
         adapter_slot=sequence.adapter_slot,
         num_drafts=len(drafts.token_ids),
+        pool=pool,
     )
 
 
@@ -313,7 +315,10 @@ class ShareCommit:
                 delta = sequence.decode(drawn, likely)
             else:
                 num_before = sequence.num_uncomputed_tokens
-                delta = sequence.commit(scheduled, drawn, likely)
+                if scheduled.pool is None:
+                    delta = sequence.commit(scheduled, drawn, likely)
+                else:
+                    delta = sequence.commit_pooled(scheduled, result.pooled.get(sequence.sequence_id))
                 self._queues.num_uncomputed_tokens += sequence.num_uncomputed_tokens - num_before
             if sequence.is_broken:
                 self._drop_broken(sequence)

@@ -17,8 +17,16 @@ from holdfast.worker.cache.window_blocks import WindowBlocks
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.model_info import Window, most_tokens
+from holdfast.worker.pooling import PoolingKind
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta
-from holdfast.worker.scheduler.acceptance import DeadlineWatch, DroppedRequest, DropReason, check_can_end, check_fits
+from holdfast.worker.scheduler.acceptance import (
+    DeadlineWatch,
+    DroppedRequest,
+    DropReason,
+    begin_pooling,
+    check_can_end,
+    check_fits,
+)
 from holdfast.worker.scheduler.batching import POLICIES, MakePolicy, Share, StepLimits
 from holdfast.worker.scheduler.kept_prefixes import Pinning
 from holdfast.worker.scheduler.planned_step import NOBODY, DecodeBatch, ShareCommit, StepInFlight, scheduled_sequence
@@ -47,15 +55,18 @@ class Scheduler:
         window: Window | None = None,
         drafter: Drafter | None = None,
         make_policy: MakePolicy | None = None,
+        pooling: PoolingKind | None = None,
     ) -> None:
         """`num_state_slots`: slots for states of sequences; 0: the model keeps none. `state_blocks`: blocks that a slot
         takes the place of; 0: slots have memory of their own. `window`: of layers that see the last positions alone,
         where they have blocks of their own. `drafter` drafts tokens; None: no speculation. `make_policy` makes the
-        batching policy; None: the one that the settings name.
+        batching policy; None: the one that the settings name. `pooling`: what a pooled model pools; None: requests draw
+        outputs.
         """
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
+        self._pooling = pooling
         self._drafter = drafter if drafter is not None and drafter.num_speculative_tokens else None
         most = int(config.pinned_share * num_blocks)
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching, max_num_pins=most)
@@ -127,6 +138,8 @@ class Scheduler:
             adapter_slot=0 if request.adapter is None else self.adapter_slots[request.adapter.digest],
         )
         sequence.num_disk_tokens = num_disk_tokens
+        if request.pooling is not None:
+            begin_pooling(sequence, self._pooling)
         if (reason := sequence.finish_reason) is not None and request.output_token_ids:
             self.counts.num_finished += 1
             return sequence.last_delta(reason)

@@ -9,6 +9,7 @@ from typing import ClassVar
 from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.cache.window_blocks import WindowTable
 from holdfast.worker.draws import DrawParams, LogitsSettings
+from holdfast.worker.pooling import NOT_FINITE, PoolingKind, PoolShare
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from holdfast.worker.step_plan import DEAD_END, NO_TOKEN, PENDING, ScheduledSequence, confirmed
 from holdfast.worker.waiting_queue import DUE_AFTER_S, Tenant
@@ -67,6 +68,8 @@ class Sequence:
         "num_draft_tokens",
         "num_prompt_tokens",
         "num_rolling_blocks",
+        "pool_rows",
+        "pooled",
         "prompt_logprobs",
         "queued_s",
         "request",
@@ -167,6 +170,10 @@ class Sequence:
         self._looks_back = self.logits_settings is not None and self.logits_settings.look_back
         self._outputs = array("q")  # of `token_ids`, where draws look back at them: those of the last draw
         asks = params.prompt_logprobs is not None and not request.output_token_ids
+        self.pool_rows: range | None = None
+        """Positions whose states are pooled, of a pooling request; None: it draws an output."""
+        self.pooled = b""
+        """Sums over those that are computed, float64."""
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
         """Log-probabilities from the prompt's second token on, reported with the first output token; None: not
         requested, or reported."""
@@ -204,8 +211,10 @@ class Sequence:
     @property
     def num_skippable_tokens(self) -> int:
         """First tokens that may come from another sequence or the cache. Never all: the last one must be computed to
-        sample the next, and a token whose successor's logprob is requested must be computed.
+        sample the next, and a token whose successor's logprob is requested, or whose state is pooled, must be computed.
         """
+        if self.pool_rows is not None:
+            return self.pool_rows.start
         if num_missing := self.num_missing_prompt_logprobs:
             return self.num_prompt_tokens - num_missing - 1
         return len(self.token_ids) - 1
@@ -244,6 +253,34 @@ class Sequence:
             self._outputs.extend(self.token_ids[self.num_prompt_tokens + len(self._outputs) :])
             return DrawParams(sampling, index, settings, self._outputs[:])
         return DrawParams(sampling, index, settings if settings.apply_after(index) else None)
+
+    def begin_pooling(self, kind: PoolingKind) -> None:
+        """Its prompt is pooled, and nothing drawn after it."""
+        self.pool_rows = kind.rows(self.num_prompt_tokens)
+        self.max_len = self.num_prompt_tokens + 1
+
+    def pool_share(self, num_tokens: int) -> PoolShare | None:
+        """Part of the next `num_tokens` tokens in its pooling; None: it is not pooled."""
+        rows, params, first = self.pool_rows, self.request.pooling, self.num_computed_tokens
+        if rows is None or params is None:
+            return None
+        end = first + num_tokens
+        begin_row, end_row = (min(max(place, first), end) - first for place in (rows.start, rows.stop))
+        before = self.pooled if first > rows.start else b""
+        return PoolShare(params, begin_row, end_row, len(rows), before, end == self.num_prompt_tokens)
+
+    def commit_pooled(self, scheduled: ScheduledSequence, pooled: bytes | None) -> TokenDelta | None:
+        """Takes what a step has pooled, None if nothing; the delta to report, if it was the last one."""
+        assert scheduled.pool is not None, "it was pooled"
+        self.num_computed_tokens = scheduled.first_position + len(scheduled.token_ids)
+        if pooled is not None:
+            self.pooled, self.is_broken = pooled, pooled == NOT_FINITE
+        if self.is_broken or not scheduled.pool.is_last:
+            return None
+        delta = self.last_delta(FinishReason.STOP)
+        delta.pooled, delta.queued_s = self.pooled, self._take_queued_s()
+        delta.num_cached_tokens, delta.num_disk_tokens = self.num_cached_tokens, self.num_disk_tokens
+        return delta
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
         """The prompt's log-probabilities, to report with the first output token; only once."""

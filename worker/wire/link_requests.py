@@ -14,6 +14,7 @@ from holdfast.worker.errors import (
     InvalidRequestError,
 )
 from holdfast.worker.log_level import LogLevel
+from holdfast.worker.pooling import PoolingParams
 from holdfast.worker.request import (
     BlockSource,
     EngineRequest,
@@ -55,8 +56,16 @@ def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkReque
         ],
         adapter=None if request.adapter is None else engine_pb2.Adapter(**request.adapter._asdict()),
         block_source=_source_message(request.block_source),
+        pooling=None if request.pooling is None else _pooling_message(request.pooling),
     )
     return engine_pb2.LinkRequest(submit=submit)
+
+
+def _pooling_message(params: PoolingParams) -> engine_pb2.PoolingParams:
+    message = engine_pb2.PoolingParams(dimensions=params.dimensions)
+    if params.use_activation is not None:
+        message.use_activation = params.use_activation
+    return message
 
 
 def _source_message(source: BlockSource | None) -> engine_pb2.BlockSource | None:
@@ -159,6 +168,7 @@ def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> Eng
         cache_marks=tuple([KeptPrefix(mark.num_tokens, mark.ttl_s) for mark in submit.cache_marks]),
         adapter=_adapter(submit.adapter) if submit.HasField("adapter") else None,
         block_source=_source(submit),
+        pooling=_pooling(submit.pooling) if submit.HasField("pooling") else None,
     )
     if request.sampling_params.seed is None:  # clients' -1, which routers replace
         raise InvalidRequestError("sampling_params.seed", params.seed, "must be at least 0 on a link")
@@ -170,6 +180,13 @@ def _adapter(message: engine_pb2.Adapter) -> Adapter:
     if not (message.name and message.digest and message.path):
         raise InvalidRequestError("adapter", message.name, "must have a name, a digest and a path")
     return Adapter(message.name, message.digest, message.path)
+
+
+def _pooling(message: engine_pb2.PoolingParams) -> PoolingParams:
+    return PoolingParams(
+        dimensions=message.dimensions if message.HasField("dimensions") else None,
+        use_activation=message.use_activation if message.HasField("use_activation") else None,
+    )
 
 
 def _source(submit: engine_pb2.Submit) -> BlockSource | None:

@@ -17,6 +17,7 @@ from holdfast.worker.errors import (
     ReplicaError,
 )
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
+from holdfast.worker.pooling import PoolingActivation, PoolingFacts, PoolingKind, PoolingTask
 from holdfast.worker.request import (
     AttemptKey,
     EngineLoad,
@@ -55,7 +56,7 @@ _FINISH_CODES: Final[Mapping[FinishReason | None, int]] = {
 }
 _FINISH_REASONS: Final = {code: reason for reason, code in _FINISH_CODES.items()}
 _INFO_NAMES: Final = tuple(item.name for item in fields(ModelInfo))
-_OWN_FORM: Final = ("eos_token_ids", "adapters")
+_OWN_FORM: Final = ("eos_token_ids", "adapters", "pooling")
 _LOAD_NAMES: Final = tuple(item.name for item in fields(EngineLoad))
 _STATS_NAMES: Final = tuple(item.name for item in fields(EngineStats))
 _COUNTS: Final = ("max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks")
@@ -88,6 +89,7 @@ def hello_message(hello: Hello) -> engine_pb2.LinkResponse:
         **{name: getattr(facts, name) for name in _INFO_NAMES if name not in _OWN_FORM},
         eos_token_ids=sorted(facts.eos_token_ids),
         adapters=[engine_pb2.Adapter(**adapter._asdict()) for adapter in facts.adapters],
+        pooling=None if facts.pooling is None else engine_pb2.PoolingFacts(**facts.pooling._asdict()),
     )
     return engine_pb2.LinkResponse(hello=message)
 
@@ -226,6 +228,8 @@ def _add_delta(deltas: "RepeatedCompositeFieldContainer[engine_pb2.Delta]", delt
         message.num_disk_tokens = delta.num_disk_tokens
     if delta.num_draft_tokens:
         message.num_draft_tokens, message.num_accepted_tokens = delta.num_draft_tokens, delta.num_accepted_tokens
+    if delta.pooled:
+        message.pooled = delta.pooled
 
 
 def _logprob_message(item: TokenLogprob, token_id: int = 0) -> engine_pb2.EngineTokenLogprob:
@@ -278,11 +282,34 @@ def _hello(hello: engine_pb2.Hello) -> Hello:
     adapters = tuple(Adapter(one.name, one.digest, one.path) for one in hello.adapters)
     eos = frozenset(hello.eos_token_ids)
     return Hello(
-        facts=ReplicaFacts(replica_id=hello.replica_id, eos_token_ids=eos, adapters=adapters, **known),
+        facts=ReplicaFacts(
+            replica_id=hello.replica_id,
+            eos_token_ids=eos,
+            adapters=adapters,
+            pooling=_pooling_facts(hello.pooling) if hello.HasField("pooling") else None,
+            **known,
+        ),
         load=_engine_load(hello.load),
         heartbeat_s=hello.heartbeat_ms / 1000,
         frozen_after_s=hello.frozen_after_ms / 1000,
     )
+
+
+def _pooling_facts(message: engine_pb2.PoolingFacts) -> PoolingFacts:
+    try:
+        return PoolingFacts(
+            task=PoolingTask(message.task),
+            kind=PoolingKind(message.kind),
+            activation=PoolingActivation(message.activation),
+            num_outputs=message.num_outputs,
+            is_matryoshka=message.is_matryoshka,
+            dimensions=tuple(message.dimensions),
+            labels=tuple(message.labels),
+            prompt=message.prompt,
+            pair_template=message.pair_template,
+        )
+    except ValueError as error:
+        raise LinkMessageError(f"hello.pooling: {error}") from None
 
 
 def _check_hello(hello: engine_pb2.Hello) -> None:
@@ -341,6 +368,7 @@ def _token_delta(delta: engine_pb2.Delta) -> TokenDelta:
         num_disk_tokens=delta.num_disk_tokens,
         num_draft_tokens=delta.num_draft_tokens,
         num_accepted_tokens=delta.num_accepted_tokens,
+        pooled=delta.pooled,
     )
 
 

@@ -33,7 +33,7 @@ class LinkRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevel, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., take_pins: _Optional[_Union[TakePins, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion", "request_id", "traceparent", "cache_ttl_s", "cache_prefix_tokens", "cache_marks", "adapter", "block_source")
+    __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion", "request_id", "traceparent", "cache_ttl_s", "cache_prefix_tokens", "cache_marks", "adapter", "block_source", "pooling")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class Submit(_message.Message):
     CACHE_MARKS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -68,7 +69,16 @@ class Submit(_message.Message):
     cache_marks: _containers.RepeatedCompositeFieldContainer[CacheMark]
     adapter: Adapter
     block_source: BlockSource
-    def __init__(self, attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[EngineSamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., group_id: _Optional[str] = ..., suspicion: _Optional[_Union[Suspicion, str]] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., cache_ttl_s: _Optional[int] = ..., cache_prefix_tokens: _Optional[int] = ..., cache_marks: _Optional[_Iterable[_Union[CacheMark, _Mapping]]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., block_source: _Optional[_Union[BlockSource, _Mapping]] = ...) -> None: ...
+    pooling: PoolingParams
+    def __init__(self, attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[EngineSamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., group_id: _Optional[str] = ..., suspicion: _Optional[_Union[Suspicion, str]] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., cache_ttl_s: _Optional[int] = ..., cache_prefix_tokens: _Optional[int] = ..., cache_marks: _Optional[_Iterable[_Union[CacheMark, _Mapping]]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., block_source: _Optional[_Union[BlockSource, _Mapping]] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ...) -> None: ...
+
+class PoolingParams(_message.Message):
+    __slots__ = ("dimensions", "use_activation")
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    USE_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    dimensions: int
+    use_activation: bool
+    def __init__(self, dimensions: _Optional[int] = ..., use_activation: bool = ...) -> None: ...
 
 class CacheMark(_message.Message):
     __slots__ = ("num_tokens", "ttl_s")
@@ -254,7 +264,7 @@ class Heartbeat(_message.Message):
     def __init__(self, progress: _Optional[int] = ..., expected_gap_s: _Optional[float] = ..., starved_s: _Optional[float] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "answers_digest", "path", "model_type", "dtype", "device", "checkpoint_digest", "kv_bytes_per_token", "num_state_slots", "state_bytes", "state_blocks", "window_tokens", "window_block_size", "transfers_blocks", "executor", "weights_version", "chat_template", "release", "quantization", "weight_bytes", "heartbeat_ms", "frozen_after_ms", "eos_token_ids", "adapters")
+    __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "answers_digest", "path", "model_type", "dtype", "device", "checkpoint_digest", "kv_bytes_per_token", "num_state_slots", "state_bytes", "state_blocks", "window_tokens", "window_block_size", "transfers_blocks", "executor", "weights_version", "chat_template", "release", "quantization", "weight_bytes", "heartbeat_ms", "frozen_after_ms", "eos_token_ids", "adapters", "pooling")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +297,7 @@ class Hello(_message.Message):
     FROZEN_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     model: str
     max_model_len: int
@@ -319,7 +330,30 @@ class Hello(_message.Message):
     frozen_after_ms: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., answers_digest: _Optional[bytes] = ..., path: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., checkpoint_digest: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., num_state_slots: _Optional[int] = ..., state_bytes: _Optional[int] = ..., state_blocks: _Optional[int] = ..., window_tokens: _Optional[int] = ..., window_block_size: _Optional[int] = ..., transfers_blocks: bool = ..., executor: _Optional[str] = ..., weights_version: _Optional[str] = ..., chat_template: _Optional[str] = ..., release: _Optional[str] = ..., quantization: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., frozen_after_ms: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    pooling: PoolingFacts
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., answers_digest: _Optional[bytes] = ..., path: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., checkpoint_digest: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., num_state_slots: _Optional[int] = ..., state_bytes: _Optional[int] = ..., state_blocks: _Optional[int] = ..., window_tokens: _Optional[int] = ..., window_block_size: _Optional[int] = ..., transfers_blocks: bool = ..., executor: _Optional[str] = ..., weights_version: _Optional[str] = ..., chat_template: _Optional[str] = ..., release: _Optional[str] = ..., quantization: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., frozen_after_ms: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., pooling: _Optional[_Union[PoolingFacts, _Mapping]] = ...) -> None: ...
+
+class PoolingFacts(_message.Message):
+    __slots__ = ("task", "kind", "activation", "num_outputs", "is_matryoshka", "dimensions", "labels", "prompt", "pair_template")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    IS_MATRYOSHKA_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    PAIR_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    task: str
+    kind: str
+    activation: str
+    num_outputs: int
+    is_matryoshka: bool
+    dimensions: _containers.RepeatedScalarFieldContainer[int]
+    labels: _containers.RepeatedScalarFieldContainer[str]
+    prompt: str
+    pair_template: str
+    def __init__(self, task: _Optional[str] = ..., kind: _Optional[str] = ..., activation: _Optional[str] = ..., num_outputs: _Optional[int] = ..., is_matryoshka: bool = ..., dimensions: _Optional[_Iterable[int]] = ..., labels: _Optional[_Iterable[str]] = ..., prompt: _Optional[str] = ..., pair_template: _Optional[str] = ...) -> None: ...
 
 class StepUpdate(_message.Message):
     __slots__ = ("step_id", "deltas", "rejections", "load", "cache_events", "plain_attempts", "plain_token_indices", "plain_token_ids", "stats")
@@ -352,7 +386,7 @@ class CacheEvents(_message.Message):
     def __init__(self, stored: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("attempt", "first_token_index", "token_ids", "finish_reason", "num_cached_tokens", "logprobs", "prompt_logprobs", "queued_s", "num_disk_tokens", "num_draft_tokens", "num_accepted_tokens")
+    __slots__ = ("attempt", "first_token_index", "token_ids", "finish_reason", "num_cached_tokens", "logprobs", "prompt_logprobs", "queued_s", "num_disk_tokens", "num_draft_tokens", "num_accepted_tokens", "pooled")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -364,6 +398,7 @@ class Delta(_message.Message):
     NUM_DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     first_token_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -375,7 +410,8 @@ class Delta(_message.Message):
     num_disk_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
-    def __init__(self, attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[EngineTokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[EngineTokenLogprob, _Mapping]]] = ..., queued_s: _Optional[float] = ..., num_disk_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
+    pooled: bytes
+    def __init__(self, attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[EngineTokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[EngineTokenLogprob, _Mapping]]] = ..., queued_s: _Optional[float] = ..., num_disk_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., pooled: _Optional[bytes] = ...) -> None: ...
 
 class EngineTokenLogprob(_message.Message):
     __slots__ = ("logprob", "rank", "top_token_ids", "top_logprobs", "token_id")

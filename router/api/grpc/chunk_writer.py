@@ -133,9 +133,7 @@ class ChunkEncoder:
     def encode(self, delta: OutputDelta) -> bytes:
         if self._chat_deltas is not None:
             return delta_message(delta._replace(chat=self._chat_deltas.of(delta))).SerializeToString()
-        _, first, token_ids, text, reason, usage, logprobs, of_prompt, number, _, origin, replayed, _, _, _, _, _ = (
-            delta
-        )
+        _, first, token_ids, text, reason, usage, logprobs, of_prompt, number, _, origin, replayed, *_ = delta
         if reason is not None or usage is not None or logprobs or of_prompt:
             return delta_message(delta).SerializeToString()
         shared = self._shared.get((number, origin, replayed))

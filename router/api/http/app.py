@@ -24,6 +24,7 @@ from holdfast.router.api.http.files import FileEndpoints
 from holdfast.router.api.http.generation_endpoints import GenerationEndpoints
 from holdfast.router.api.http.message_batches import MESSAGES, MessageBatchEndpoints
 from holdfast.router.api.http.page_files import PAGE, page_file
+from holdfast.router.api.http.pooling import PoolingEndpoints
 from holdfast.router.api.http.request_origin import RequestOrigins, guarded, with_cors
 from holdfast.router.api.http.request_reader import RequestReader, own_request
 from holdfast.router.api.http.response_endpoints import ResponseEndpoints
@@ -119,6 +120,8 @@ class HttpApi:
             "/v1/responses": self.responses.create,
             MESSAGES: self._generation.messages,
         }
+        self._pooling = PoolingEndpoints(request_processor, reader)
+        self._of_lines["/v1/embeddings"] = self._pooling.embeddings
         self._guard = guard
         self._intake = intake
         self._admin = [] if operators is None else AdminEndpoints(operators, reader.content, reader.bounds).routes()
@@ -169,6 +172,7 @@ class HttpApi:
             ("POST", "/v1/completions", generation.completions),
             ("POST", "/tokenize", tokens.tokenize),
             ("POST", "/detokenize", tokens.detokenize),
+            *self._pooling.routes(),
             *self._state.routes(),
             *self.responses.routes(),
             *self._chats.routes(),

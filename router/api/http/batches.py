@@ -31,7 +31,7 @@ from holdfast.worker.errors import HoldfastError, InvalidRequestError, NotFoundE
 PATH: Final = "/v1/batches"
 _ONE: Final = f"{PATH}/{{batch_id}}"
 
-ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """Endpoints that a batch's lines may be sent to."""
 
 MAX_LINES: Final = 50_000

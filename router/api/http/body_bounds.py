@@ -60,7 +60,7 @@ def body_bounds(limits: LimitsConfig) -> JsonBounds:
         "bad_words": _texts(limits.max_bad_words, limits.max_bad_word_length),
     }
     whole = Bound(count=limits.max_prompt_tokens + limits.max_allowed_token_ids + 2 * values)
-    lists = {**dict.fromkeys(("prompt", "tokens"), tokens), "allowed_token_ids": allowed}
+    lists = {**dict.fromkeys(("prompt", "tokens", "input"), tokens), "allowed_token_ids": allowed}
     return JsonBounds(fields, OTHER, whole, string=text, lists=lists)
 
 

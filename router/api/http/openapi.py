@@ -17,6 +17,7 @@ from holdfast.router.api.http.files import MULTIPART, PURPOSES
 from holdfast.router.api.http.json_body import Reads
 from holdfast.router.api.http.message_batches import MessageBatchEndpoints
 from holdfast.router.api.http.messages_body import CountBody, MessagesBody
+from holdfast.router.api.http.pooling import PoolingEndpoints
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.router.api.http.stored_chats import StoredChats
 from holdfast.worker.parameters import STRUCTURE, TEXTS, Kind, Metadata, Parameter
@@ -30,6 +31,7 @@ _BODIES: Final[Mapping[str, tuple[type[Reads], str, bool]]] = {
     "/v1/responses": (ResponsesBody, "Continue a conversation, in OpenAI's newer shape.", True),
     "/v1/messages": (MessagesBody, "Continue a conversation, in Anthropic's shape.", True),
     "/v1/messages/count_tokens": (CountBody, "Count the tokens of a conversation.", False),
+    **{path: (*body, False) for path, body in PoolingEndpoints.bodies.items()},
     "/tokenize": (TokenizeBody, "Token ids of a prompt or a chat.", False),
     "/detokenize": (DetokenizeBody, "The text of token ids.", False),
 }

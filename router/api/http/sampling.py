@@ -121,7 +121,7 @@ def service_of(body: Body, tenant: str) -> dict[str, Any]:
     return {
         "model": body.model or "",
         "request_id": body.request_id or "",
-        "priority": priority_of(body),
+        "priority": priority_of(body.priority),
         "timeout_s": body.timeout,
         "cache_salt": body.cache_salt or "",
         "session_id": body.session,
@@ -132,10 +132,10 @@ def service_of(body: Body, tenant: str) -> dict[str, Any]:
     }
 
 
-def priority_of(body: Body) -> Priority:
+def priority_of(given: int | str | None) -> Priority:
     """A class by its name; of vLLM's numbers, of which lower ones go first, 0 is normal."""
-    if body.priority is None:
+    if given is None:
         return Priority.NORMAL
-    if isinstance(body.priority, str):
-        return Priority[body.priority.upper()]
-    return Priority.of_number(body.priority)
+    if isinstance(given, str):
+        return Priority[given.upper()]
+    return Priority.of_number(given)

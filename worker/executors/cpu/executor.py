@@ -324,21 +324,23 @@ class CpuExecutor:
         if self._state_layers:
             assert self._states is not None, "states are allocated before steps run"
             assert len(batch.state_slots) == len(batch.num_tokens), "each sequence of a step has a slot"
-        num_rows = max(len(batch.token_ids), len(batch.logits_rows))
+        num_rows = max(len(batch.token_ids), len(batch.logits_rows) + len(batch.pooled_rows))
         if not self._decoder or num_rows > self.packed.model.max_rows:
             self._make_room(num_rows)
         step = RunningStep(batch, ctypes.addressof(self._layers_done))
         if with_logits or not self._in_one_call:
-            step.ask_for_logits(self._own_logits.of(step.native.num_wanted, self._rows))
+            step.ask_for_logits(self._own_logits.of(step.num_drawn, self._rows))
         if with_logits and self._group.size == 1:
-            blocks = step.native.num_wanted, self.packed.model.head.groups
+            blocks = step.num_drawn, self.packed.model.head.groups
             step.ask_for_block_best(self._block_best.of(*blocks))
             if batch.with_masses:
                 step.ask_for_block_mass(self._block_mass.of(*blocks))
         if with_logits and self._exchange is not None:
-            step.ask_for_all_logits(self._all_logits.of(step.native.num_wanted, self._vocab_size))
+            step.ask_for_all_logits(self._all_logits.of(step.num_drawn, self._vocab_size))
         if batch.adapter_slots.size:
             step.add_adapters(self._adapters)
+        if batch.pooled_rows.size:
+            step.ask_for_pooled(self._hidden)
         if self.keeps_hidden:
             self.hidden = self._hidden_rows.of(len(batch.token_ids), self._hidden)
             step.ask_for_hidden(self.hidden)
@@ -352,10 +354,10 @@ class CpuExecutor:
 
     def _output(self, step: RunningStep) -> HeadOutput:
         if step.logits is None:
-            return HeadOutput(None, step.best.tolist())
+            return HeadOutput(None, step.best.tolist(), pooled=step.pooled)
         if self._in_one_call:
-            return HeadOutput(step.logits, None, step.block_best, step.block_mass)
-        return HeadOutput(self._group.all_gather(step.logits)[:, : self._vocab_size], None)
+            return HeadOutput(step.logits, None, step.block_best, step.block_mass, pooled=step.pooled)
+        return HeadOutput(self._group.all_gather(step.logits)[:, : self._vocab_size], None, pooled=step.pooled)
 
     def _go(self, first: int, end: int, finished_layer: int = -1) -> None:
         outcome = self._library.native_decoder_run(self._decoder, first, end, finished_layer)

@@ -16,11 +16,16 @@ class RunningStep:
     """A step's arrays as the library takes them; they live as long as this."""
 
     def __init__(self, batch: StepBatch, layers_done: int) -> None:
-        num_wanted = len(batch.logits_rows)
+        self.num_drawn = len(batch.logits_rows)
+        """Rows that have logits: the first of those wanted."""
+        self.pooled: np.ndarray | None = None
+        self._wanted = batch.logits_rows
+        if batch.pooled_rows.size:
+            self._wanted = np.concatenate((batch.logits_rows, batch.pooled_rows))
         self.logits: Tensor | None = None
         self.block_best: Tensor | None = None
         self.block_mass: Tensor | None = None
-        self.best = np.empty(num_wanted, dtype=np.int32)
+        self.best = np.empty(self.num_drawn, dtype=np.int32)
         self._batch = batch
         self.native = NativeStep(
             array_address(batch.token_ids),
@@ -28,7 +33,7 @@ class RunningStep:
             array_address(batch.num_tokens),
             array_address(batch.num_blocks),
             array_address(batch.block_ids),
-            array_address(batch.logits_rows),
+            array_address(self._wanted),
             array_address(batch.num_window_blocks) if batch.num_window_blocks.size else None,
             array_address(batch.window_block_ids) if batch.num_window_blocks.size else None,
             array_address(batch.state_slots),
@@ -42,9 +47,10 @@ class RunningStep:
             layers_done,
             None,
             None,
+            None,
             len(batch.token_ids),
             len(batch.num_tokens),
-            num_wanted,
+            len(self._wanted),
         )
 
     def add_adapters(self, adapters: Mapping[int, PackedAdapter]) -> None:
@@ -58,6 +64,12 @@ class RunningStep:
         self.native.adapter_of = array_address(self._adapter_of)
         self.native.adapters = ctypes.addressof(self._adapters)
         self.native.num_adapters = len(natives)
+
+    def ask_for_pooled(self, hidden_size: int) -> None:
+        """The states of the rows that are pooled, behind the final norm: [rows, hidden], float32."""
+        out = np.empty((len(self._batch.pooled_rows), -(-hidden_size // 16) * 16), dtype=np.float32)
+        self.pooled = out[:, :hidden_size]
+        self.native.pooled, self.native.num_pooled = array_address(out), len(out)
 
     def ask_for_logits(self, out: Tensor) -> None:
         """This rank's, [rows wanted, vocab rows]."""

@@ -299,11 +299,13 @@ class NativeStep(Structure):
         ("progress", c_void_p),
         ("adapter_of", c_void_p),
         ("adapters", c_void_p),
+        ("pooled", c_void_p),
         ("num_rows", c_int),
         ("num_sequences", c_int),
         ("num_wanted", c_int),
         ("first_layer", c_int),
         ("num_adapters", c_int),
+        ("num_pooled", c_int),
     )
 
 

@@ -149,7 +149,7 @@ async def test_what_is_wrong_with_a_file_is_told_by_line(tmp_path):
         )
         assert [one.code for one in empty.errors.data] == ["empty_file"]
         for change, reason in (
-            ({"endpoint": "/v1/embeddings"}, "endpoint must be one of"),
+            ({"endpoint": "/v1/moderations"}, "endpoint must be one of"),
             ({"completion_window": "1y"}, "completion_window must be"),
             ({"metadata": {"a": 1}}, "metadata.a must be text"),
             ({"output_expires_after": {"anchor": "created_at", "seconds": 1}}, "output_expires_after.seconds must"),

@@ -213,7 +213,7 @@ struct NativeStep {
   const long *num_window_blocks, *window_blocks;  // of layers with a window that have a table of their own; or null
   const long *state_slots, *num_drafts;  // of each sequence, where the model has states: its slot; how many of its last
                                          // tokens are drafts, which its next step may follow only in part
-  float* logits;      // [wanted][vocab rows], or null
+  float* logits;      // [wanted that are not pooled][vocab rows], or null
   float* block_best;  // [wanted][groups of the head], or null: the largest of each 64 logits; NaN: not all are finite
   float* block_mass;  // [wanted][groups of the head], or null: the sum of exp(logit - the largest) of each 64 logits
   float* all_logits;  // [wanted][vocab size], or null: with an exchange, those of all ranks; null or not on all alike
@@ -223,8 +223,10 @@ struct NativeStep {
   long* progress;     // counts layers
   const int* adapter_of;          // [rows]: its number among `adapters`, or -1; null: no row has one
   const NativeAdapter* adapters;  // [num_adapters]
+  float* pooled;  // [num_pooled][hidden, up to a multiple of 16]: behind the final norm; or null
   int num_rows, num_sequences, num_wanted;
   int first_layer;  // where the step begins: 0, but for a proof of one layer
   int num_adapters;
+  int num_pooled;  // of the last rows among `wanted`: they have no logits, and their states are kept
 };
 }

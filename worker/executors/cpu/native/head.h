@@ -36,20 +36,30 @@ template <class W> bool Decoder<W>::head_part(Thread& t) {
         memcpy(step.hidden + (long)r * m.hidden, row_of(t, r), m.hidden * sizeof(float));
       }))
     return false;
-  if (!t.num_wanted) return true;
-  if (!row_tasks(t.run, t.num_wanted,
+  const int num_drawn = t.num_wanted - t.num_pooled;
+  if (t.num_pooled && !row_tasks(t.run, t.num_pooled, [&](int r) { keep_pooled(t, num_drawn + r, r); })) return false;
+  if (!num_drawn) return true;
+  if (!row_tasks(t.run, num_drawn,
                  [&](int r) { norm_or_copy(row_of(t, t.narrows ? r : step.wanted[r]), m.norm, h.row(r)); }))
     return false;
-  if (!linear(t, m.head, {h.data, h.stride}, t.num_wanted, [&](int g, int first, int count, const float* sums) {
+  if (!linear(t, m.head, {h.data, h.stride}, num_drawn, [&](int g, int first, int count, const float* sums) {
         for (int r = 0; r < count; r++) logits_of(g, first + r, sums + r * GROUP);
       }))
     return false;
-  if (exchange && t.gathers) return gather_logits(t);
+  if (exchange && t.gathers) return gather_logits(t, num_drawn);
   t.sum++;
-  if (!row_tasks(t.run, t.num_wanted,
+  if (!row_tasks(t.run, num_drawn,
                  [&](int r) { choose_best(r, exchange ? choices_of(m.exchange->rank, t.sum) : nullptr); }))
     return false;
-  return !exchange || summed_tasks(t, t.num_wanted, [&](int r) { choose_among_ranks(t.sum, r); });
+  return !exchange || summed_tasks(t, num_drawn, [&](int r) { choose_among_ranks(t.sum, r); });
+}
+
+// The state of wanted row `wanted` behind the final norm, as row `r` of those that are pooled.
+template <class W> void Decoder<W>::keep_pooled(const Thread& t, int wanted, int r) const {
+  const float* from = row_of(t, t.narrows ? wanted : step.wanted[wanted]);
+  float* to = step.pooled + r * ((m.hidden + 15L) / 16 * 16);
+  if (m.norm.weight) norm_row(from, m.norm, m.hidden, to);
+  else memcpy(to, from, m.hidden * sizeof(float));
 }
 
 template <class W> void Decoder<W>::logits_of(int g, int row, const float* sums) {
@@ -93,8 +103,8 @@ template <class W> void Decoder<W>::choose_among_ranks(Exchange::Sum sum, int ro
 }
 
 // All ranks' logits, in pieces of what a buffer of the exchange holds.
-template <class W> bool Decoder<W>::gather_logits(Thread& t) {
-  long most = m.max_rows * y.stride, all = (long)t.num_wanted * m.vocab_rows;
+template <class W> bool Decoder<W>::gather_logits(Thread& t, int num_rows) {
+  long most = m.max_rows * y.stride, all = (long)num_rows * m.vocab_rows;
   for (long first = 0; first < all; first += most) {
     long count = std::min(most, all - first);
     int pieces = (int)((count + COPIED - 1) / COPIED);

@@ -124,6 +124,7 @@ template <class W> class Decoder {
                  step.first_layer,
                  step.num_rows,
                  step.num_wanted,
+                 step.num_pooled,
                  last_sum,
                  step.all_logits != nullptr,
                  step.hidden != nullptr,
@@ -138,7 +139,7 @@ template <class W> class Decoder {
   // What a thread may look at between tasks: a late one finds the numbers of its own job here, never a later one's.
   struct Part {
     Decoder* decoder;
-    int first, end, finished_layer, first_layer, num_rows, num_wanted;
+    int first, end, finished_layer, first_layer, num_rows, num_wanted, num_pooled;
     Exchange::Sum last_sum;
     bool gathers, keeps_hidden, narrows;
   };
@@ -146,7 +147,7 @@ template <class W> class Decoder {
   struct Thread {
     Local& own;
     Run& run;
-    int first_layer, num_rows, num_wanted;
+    int first_layer, num_rows, num_wanted, num_pooled;
     Exchange::Sum sum;
     bool gathers, keeps_hidden, narrows;
     float* residual;
@@ -155,7 +156,7 @@ template <class W> class Decoder {
   void go(const Part& part, Run& run) {
     unsigned control = _mm_getcsr();
     _mm_setcsr(control | 0x8040);  // flush denormals, as the tile unit does
-    Thread thread = {*local[run.tid], run,          part.first_layer,  part.num_rows, part.num_wanted,
+    Thread thread = {*local[run.tid], run,          part.first_layer, part.num_rows,     part.num_wanted, part.num_pooled,
                      part.last_sum,   part.gathers, part.keeps_hidden, part.narrows,  x.data};
     bool goes_on = true;
     for (int s = part.first; s < part.end && goes_on; s++) {
@@ -421,6 +422,7 @@ template <class W> class Decoder {
   // --- head.h ---
 
   bool head_part(Thread& t);
+  void keep_pooled(const Thread& t, int wanted, int r) const;
   void logits_of(int g, int row, const float* sums);
   struct Choice {
     float value;
@@ -428,7 +430,7 @@ template <class W> class Decoder {
   };
   Choice* choices_of(int rank, Exchange::Sum sum) const;
   void choose_among_ranks(Exchange::Sum sum, int row);
-  bool gather_logits(Thread& t);
+  bool gather_logits(Thread& t, int num_rows);
   void place_logits(int rank, const float* from, long first, long count);
   void choose_best(int row, Choice* choices);
 

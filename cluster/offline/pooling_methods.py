@@ -1,0 +1,160 @@
+"""Vectors, scores and classes of `LLM`, with the call shape of vLLM's methods of the same names."""
+
+from array import array
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Unpack
+
+from holdfast.cluster.call_options import ServiceOfAll
+from holdfast.cluster.offline.calls import PromptInput, prompt_list, requests_of
+from holdfast.cluster.offline.inference_engine import InferenceEngine
+from holdfast.cluster.offline.lora import LoRARequests
+from holdfast.cluster.offline.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    Pooled,
+    PooledRequestOutput,
+    ScoringOutput,
+)
+from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.requests.pooling import PooledPrompt, PoolingDesk
+from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.pooling import PoolingParams, PoolingTask
+from holdfast.worker.request import Priority
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.value_types import checked_prompt, is_list
+
+Prompts = PromptInput | Sequence[PromptInput] | Sequence[int]
+
+
+class PoolingMethods:
+    """Methods of a model that is pooled."""
+
+    _engine: InferenceEngine
+
+    def embed(
+        self,
+        prompts: Prompts,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool | Callable[..., object] = True,
+        lora_request: LoRARequests = None,
+        priority: Priority | int | Sequence[Priority | int] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        **service: Unpack[ServiceOfAll],
+    ) -> list[PooledRequestOutput[EmbeddingOutput]]:
+        """Vectors of all prompts, in their order, of a model for embeddings.
+
+        `truncate_prompt_tokens` keeps the last tokens of longer prompts, with -1 as many as the model takes; other
+        prompts that are too long are refused. There is no progress bar. Raises `InvalidRequestError`, also for a model
+        that gives no vectors.
+        """
+        options = (pooling_params, truncate_prompt_tokens, lora_request, priority, service)
+        found = self._pooled(PoolingTask.EMBED, prompts, *options)
+        return [_output(number, one, EmbeddingOutput(embedding=_numbers(one))) for number, one in enumerate(found)]
+
+    def classify(
+        self,
+        prompts: Prompts,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool | Callable[..., object] = True,
+        lora_request: LoRARequests = None,
+        priority: Priority | int | Sequence[Priority | int] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        **service: Unpack[ServiceOfAll],
+    ) -> list[PooledRequestOutput[ClassificationOutput]]:
+        """Scores of all prompts by label, in their order, of a model for classification. Otherwise as `embed`."""
+        options = (pooling_params, truncate_prompt_tokens, lora_request, priority, service)
+        found = self._pooled(PoolingTask.CLASSIFY, prompts, *options)
+        return [_output(number, one, ClassificationOutput(probs=_numbers(one))) for number, one in enumerate(found)]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool | Callable[..., object] = True,
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        **service: Unpack[ServiceOfAll],
+    ) -> list[PooledRequestOutput[ScoringOutput]]:
+        """Scores of pairs: of one text with each of `data_2`, or of as many as these. A model for scores gets both in
+        one prompt, with `instruction` where its template has one; of one for embeddings the cosine counts.
+        """
+        sampling, params = (
+            SamplingParams(max_tokens=1, truncate_prompt_tokens=truncate_prompt_tokens),
+            _checked(pooling_params),
+        )
+        bare = self._engine.bare_request(sampling_params=sampling, pooling=params, **service)
+        queries, documents = _texts("data_1", data_1), _texts("data_2", data_2)
+        found = self._engine.on_router(
+            lambda processor, _: PoolingDesk(processor).scores(bare, queries, documents, instruction)
+        )
+        each = found.prompts if len(found.prompts) == len(found.scores) else [found.prompts[0]] * len(found.scores)
+        return [
+            _output(number, prompt, ScoringOutput(score=score))
+            for number, (prompt, score) in enumerate(zip(each, found.scores, strict=True))
+        ]
+
+    # --- inside ---
+
+    def _pooled(
+        self,
+        task: PoolingTask,
+        prompts: Prompts,
+        params: PoolingParams | None,
+        truncate_prompt_tokens: int | None,
+        lora_request: LoRARequests,
+        priority: Priority | int | Sequence[Priority | int] | None,
+        service: ServiceOfAll,
+    ) -> list[PooledPrompt]:
+        given = prompt_list(prompts)
+        sampling = [SamplingParams(max_tokens=1, truncate_prompt_tokens=truncate_prompt_tokens)] * len(given)
+        bare = self._engine.bare_request(pooling=_checked(params))
+        requests = [
+            replace(
+                bare,
+                prompt=checked_prompt(one.given.prompt),
+                sampling_params=one.params,
+                model=self._engine.model_with(one.lora),
+                part=number,
+                **one.options,
+            )
+            for number, one in enumerate(requests_of(given, sampling, priority, service, lora_request))
+        ]
+
+        def work(processor: RequestProcessor, _: DispatchHost) -> Coroutine[Any, Any, list[PooledPrompt]]:
+            desk = PoolingDesk(processor)
+            desk.facts("", task)
+            return desk.pooled(requests)
+
+        return self._engine.on_router(work)
+
+
+def _checked(params: PoolingParams | None) -> PoolingParams:
+    if params is not None and not isinstance(params, PoolingParams):
+        raise InvalidRequestError("pooling_params", params, "must be PoolingParams")
+    return params or PoolingParams()
+
+
+def _texts(name: str, given: object) -> list[str]:
+    texts = [given] if isinstance(given, str) else given
+    if not is_list(texts) or not all(isinstance(one, str) for one in texts):
+        raise InvalidRequestError(name, given, "must be a text, or a list of texts")
+    return [str(one) for one in texts]
+
+
+def _numbers(prompt: PooledPrompt) -> list[float]:
+    return array("f", prompt.values).tolist()
+
+
+def _output(number: int, prompt: PooledPrompt, outputs: Pooled) -> PooledRequestOutput[Pooled]:
+    return PooledRequestOutput(
+        request_id=str(number),
+        outputs=outputs,
+        prompt_token_ids=list(prompt.token_ids),
+        num_cached_tokens=prompt.num_cached_tokens,
+    )

@@ -1,0 +1,119 @@
+"""Pooling requests of one call: many prompts side by side, and scores of pairs of texts."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from holdfast.router.request import GenerationRequest, naming
+from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.pooling import PoolingFacts, PoolingParams, PoolingTask, cosine
+
+AT_ONCE: Final = 256
+"""Prompts of one call that are open at a time."""
+
+
+class PooledPrompt(NamedTuple):
+    """Result of one prompt."""
+
+    values: bytes
+    """float32, little-endian."""
+    token_ids: tuple[int, ...]
+    num_cached_tokens: int
+    model: str
+    """Name by which the request has named it."""
+
+
+class PairScores(NamedTuple):
+    """Scores of pairs of texts, in their order."""
+
+    scores: list[float]
+    prompts: list[PooledPrompt]
+    """All prompts that they took."""
+
+
+class PoolingDesk:
+    """Pooling requests at one router. Errors are raised as `HoldfastError`."""
+
+    def __init__(self, processor: RequestProcessor) -> None:
+        self._processor = processor
+
+    def facts(self, model: str, task: PoolingTask | None = None) -> PoolingFacts:
+        """Facts of a pooled model. Raises `InvalidRequestError` if it is not what `task` says."""
+        status = self._processor.model(model)
+        facts = status.facts.pooling
+        if facts is None:
+            limit = "generates text: it gives neither vectors nor scores (docs/embeddings.md)"
+            raise InvalidRequestError("model", status.name, limit)
+        if task is not None and facts.task is not task:
+            limit = "gives scores, no vectors" if task is PoolingTask.EMBED else "gives vectors, no scores of labels"
+            raise InvalidRequestError("model", status.name, limit)
+        return facts
+
+    async def pooled(self, requests: Sequence[GenerationRequest]) -> list[PooledPrompt]:
+        """Results of all requests, in their order. The first that fails ends the others."""
+        found: dict[int, PooledPrompt] = {}
+        numbered = iter(enumerate(requests))
+
+        async def work() -> None:
+            for number, request in numbered:
+                async with self._processor.open(request) as answer:
+                    (output,) = await answer.outputs()
+                    tokens = answer.request.prompt_token_ids
+                    found[number] = PooledPrompt(output.pooled, tokens, output.num_cached_tokens, answer.model)
+
+        tasks = [asyncio.create_task(work()) for _ in range(min(AT_ONCE, len(requests)))]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        return [found[number] for number in range(len(requests))]
+
+    async def each(self, bare: GenerationRequest, prompts: Sequence[str | tuple[int, ...]]) -> list[PooledPrompt]:
+        """Results of prompts, as parts of one request, which `bare` is without them."""
+        return await self.pooled([replace(bare, prompt=prompt, part=at) for at, prompt in enumerate(prompts)])
+
+    async def scores(
+        self,
+        bare: GenerationRequest,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        instruction: str | None = None,
+    ) -> PairScores:
+        """Scores of pairs: of one query with each document, or of queries and documents of the same number. A model of
+        scores gets both in one prompt; of vectors the similarity counts. `bare`: what else the requests have.
+        """
+        with naming(bare.names):
+            facts = self.facts(bare.model)
+            pairs = _pairs(queries, documents)
+            if facts.task is PoolingTask.CLASSIFY:
+                return await self._by_model(facts, bare, pairs, instruction)
+        return await self._by_vectors(bare, pairs)
+
+    async def _by_model(
+        self, facts: PoolingFacts, bare: GenerationRequest, pairs: Sequence[tuple[str, str]], instruction: str | None
+    ) -> PairScores:
+        if facts.num_outputs != 1:
+            raise InvalidRequestError("model", bare.model, f"has {facts.num_outputs} labels, and a score is one of one")
+        if not facts.pair_template:
+            limit = "has no prompt for pairs of texts: set model.score_template, with {query} and {document}"
+            raise InvalidRequestError("model", bare.model, limit)
+        texts = [facts.pair(query, document, instruction) for query, document in pairs]
+        prompts = await self.each(bare, texts)
+        return PairScores([memoryview(one.values).cast("f")[0] for one in prompts], prompts)
+
+    async def _by_vectors(self, bare: GenerationRequest, pairs: Sequence[tuple[str, str]]) -> PairScores:
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        prompts = await self.each(replace(bare, pooling=PoolingParams()), texts)
+        vectors: Mapping[str, bytes] = {text: one.values for text, one in zip(texts, prompts, strict=True)}
+        return PairScores([cosine(vectors[query], vectors[document]) for query, document in pairs], prompts)
+
+
+def _pairs(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
+    if len(queries) not in (1, len(documents)) or not documents:
+        limit = f"must be one, or as many as the documents: {len(documents)}"
+        raise InvalidRequestError("queries", len(queries), limit)
+    return list(zip([*queries] * (len(documents) // len(queries)), documents, strict=True))

@@ -1,0 +1,145 @@
+"""Vectors and scores of `LLM` and of the HTTP API: one model behind both, in the shapes of OpenAI, vLLM and Jina."""
+
+import asyncio
+import base64
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from holdfast import LLM, PoolingParams
+from holdfast.router.api.http.app import HttpApi
+from holdfast.router.api.http.server import HttpServer
+from holdfast.router.config import LimitsConfig
+from holdfast.worker.errors import HoldfastError, InvalidRequestError
+from holdfast.worker.models.pooling import Pooler
+
+TEXTS = ["hello", "a cat sat on the mat", "the quick brown fox jumps over the lazy dog"]
+SETTINGS = {"dtype": "float32", "num_threads": 1, "num_blocks": 64, "max_num_batched_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model):
+    with LLM(str(tiny_model), runner="pooling", hf_overrides={"is_matryoshka": True}, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def http(llm):
+    router = llm._engine._router
+    processor = router._processor
+
+    async def serve() -> HttpServer:
+        server = HttpServer(HttpApi(processor, processor._dispatch_host, LimitsConfig()).app(), "127.0.0.1", 0)
+        await server.start()
+        return server
+
+    server = asyncio.run_coroutine_threadsafe(serve(), router._loop).result(20)
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=20) as client:
+        yield client
+    asyncio.run_coroutine_threadsafe(server.stop(1.0), router._loop).result(20)
+
+
+@pytest.fixture(scope="module")
+def vectors(llm):
+    return [one.outputs.embedding for one in llm.embed(TEXTS)]
+
+
+def test_vectors_are_of_length_one_and_the_same_alone(llm, vectors):
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        (alone,) = llm.embed(text)
+        assert alone.outputs.embedding == vector
+        assert alone.prompt_token_ids == llm.get_tokenizer().encode(text)
+        assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
+    whole = llm.embed(TEXTS, PoolingParams(use_activation=False))
+    assert np.linalg.norm(whole[0].outputs.embedding) > 2
+    assert len(llm.embed(TEXTS[0], PoolingParams(dimensions=7))[0].outputs.embedding) == 7
+
+
+def test_what_a_model_does_not_give_is_refused(llm, tiny_model, http):
+    for call, words in (
+        (lambda: llm.generate("hello"), "gives vectors"),
+        (lambda: llm.classify("hello"), "gives vectors, no scores of labels"),
+        (lambda: llm.embed("x" * 400), "maximum context length is 256 tokens"),
+        (lambda: llm.embed("x", PoolingParams(dimensions=65)), "dimensions = 65: must be at least 1, and at most 64"),
+        (lambda: llm.score(["a", "b"], ["c"]), "must be one, or as many as the documents: 1"),
+    ):
+        with pytest.raises(InvalidRequestError, match=words):
+            call()
+    assert len(llm.embed("x" * 400, truncate_prompt_tokens=-1)[0].prompt_token_ids) == 256
+    assert "gives vectors" in http.post("/v1/completions", json={"prompt": "hello"}).json()["error"]["message"]
+    error = http.post("/v1/classify", json={"input": "hello"}).json()["error"]
+    assert error["param"] == "model"
+    for body, param in (({"input": []}, "input"), ({"input": "a", "dimensions": 65}, "dimensions")):
+        answer = http.post("/v1/embeddings", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    answer = http.post("/rerank", json={"query": "a", "documents": ["b"] * 2049})
+    assert "1 to 2048" in answer.json()["error"]["message"]
+
+
+def test_openai_sdk_gets_the_same_vectors(http, vectors):
+    with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
+        for encoding in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
+            answer = client.embeddings.create(model="", input=TEXTS, **encoding)
+            for one, vector in zip(answer.data, vectors, strict=True):
+                found = one.embedding
+                if isinstance(found, str):
+                    found = np.frombuffer(base64.b64decode(found), dtype="<f4").tolist()
+                assert np.float32(found).tolist() == vector
+        assert answer.usage.prompt_tokens == sum(map(len, TEXTS))
+        one = client.embeddings.create(model="", input=list(TEXTS[0].encode()), dimensions=8)
+        assert np.linalg.norm(one.data[0].embedding) == pytest.approx(1, abs=1e-6)
+        assert len(one.data[0].embedding) == 8
+
+
+def test_scores_of_vectors_are_their_cosines(llm, http, vectors):
+    expected = [float(np.dot(vectors[0], one)) for one in vectors]
+    ours = [one.outputs.score for one in llm.score(TEXTS[0], TEXTS)]
+    assert ours == pytest.approx(expected, abs=1e-6)
+    for path, names in (("/score", ("text_1", "text_2")), ("/v1/score", ("queries", "documents"))):
+        answer = http.post(path, json=dict(zip(names, (TEXTS[0], TEXTS), strict=True))).json()
+        assert [one["score"] for one in answer["data"]] == ours
+    order = sorted(range(3), key=lambda at: -ours[at])
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        answer = http.post(path, json={"query": TEXTS[0], "documents": TEXTS, "top_n": 2}).json()
+        assert [(one["index"], one["relevance_score"]) for one in answer["results"]] == [
+            (at, ours[at]) for at in order[:2]
+        ]
+        assert answer["results"][0]["document"] == {"text": TEXTS[order[0]]}
+
+
+def test_a_model_of_labels(tmp_path, tiny_model, http):
+    import torch
+    from transformers import AutoConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    labels = {0: "bad", 1: "good"}
+    config = AutoConfig.from_pretrained(tiny_model, num_labels=2, id2label=labels, label2id={"bad": 0, "good": 1})
+    LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(tiny_model / name)
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        found = llm.classify(TEXTS)
+        assert [sum(one.outputs.probs) for one in found] == pytest.approx([1, 1, 1], abs=1e-6)
+        assert llm.engine.info.pooling.labels == ("bad", "good")
+        with pytest.raises(InvalidRequestError, match="has 2 labels"):
+            llm.score("a", "b")
+        with pytest.raises(InvalidRequestError, match="gives scores, no vectors"):
+            llm.embed("a")
+
+
+def test_the_end_of_an_engine_ends_a_call(tiny_model, monkeypatch):
+    def broken(self, plan, states):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Pooler, "pooled", broken)
+    with LLM(str(tiny_model), runner="pooling", **SETTINGS) as llm, pytest.raises(HoldfastError, match="planted"):
+        llm.embed(TEXTS * 100)
+
+
+def test_a_text_model_gives_no_vectors(tiny_model):
+    with LLM(str(tiny_model), **SETTINGS) as llm:
+        for call in (llm.embed, llm.classify, lambda text: llm.score(text, text)):
+            with pytest.raises(InvalidRequestError, match="generates text: it gives neither vectors nor scores"):
+                call("hello")

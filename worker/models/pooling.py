@@ -1,0 +1,357 @@
+"""Pooled models: what a checkpoint's files make of a prompt's states, and the arithmetic behind the last layer.
+
+A folder of sentence-transformers says it in `modules.json`, a model for classification by its head, and the settings
+(`model.runner`, `model.convert`, `model.pooling_type`) where the files say nothing. All of it is computed in float64,
+row by row and in one order, and rounded once: a row's bits do not depend on its neighbours, and no instruction class
+adds in another order.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.worker.config import ModelConfig
+from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
+from holdfast.worker.models.safetensors_header import read_header
+from holdfast.worker.models.text_model import CLASSIFIERS, holds_text_model, is_without_head
+from holdfast.worker.models.weight_files import weight_files
+from holdfast.worker.models.weights import read_json
+from holdfast.worker.pooling import (
+    NOT_FINITE,
+    PoolingActivation,
+    PoolingFacts,
+    PoolingKind,
+    PoolingParams,
+    PoolingTask,
+    PoolShare,
+)
+from holdfast.worker.step_plan import StepPlan
+
+Row = NDArray[np.float64]
+
+_WAY_OUT: Final = "Use sentence-transformers for it"
+
+_MODES: Final = {
+    "pooling_mode_cls_token": PoolingKind.CLS,
+    "pooling_mode_mean_tokens": PoolingKind.MEAN,
+    "pooling_mode_lasttoken": PoolingKind.LAST,
+}
+_SHORT_MODES: Final = {"cls": PoolingKind.CLS, "mean": PoolingKind.MEAN, "lasttoken": PoolingKind.LAST}
+
+_QWEN3_RERANKER: Final = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    "provided. "
+    'Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n'
+    "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+"""Prompt of Qwen3-Reranker, by its model card."""
+
+_FUNCTIONS: Final = {"Identity": "none", "Tanh": "tanh", "Sigmoid": "sigmoid", "Softmax": "softmax"}
+"""Activations by the names of torch's modules."""
+
+
+class Dense(NamedTuple):
+    """A layer behind the pooled state: `function(weight x + bias)`."""
+
+    weight: Row
+    """[in, out]: a row for each input, so that sums are over rows, in order."""
+    bias: Row | None
+    function: str
+    """none or tanh."""
+
+    def of(self, row: Row) -> Row:
+        found: Row = np.add.reduce(self.weight * row[:, None], axis=0)
+        found = found if self.bias is None else found + self.bias
+        return found if self.function == "none" else np.array([math.tanh(value) for value in found])
+
+
+class Pooler:
+    """Pooling of one model, on its leading rank."""
+
+    def __init__(self, facts: PoolingFacts, layers: Sequence[Dense] = ()) -> None:
+        self.facts = facts
+        self._layers = layers
+
+    def pooled(self, plan: StepPlan, states: NDArray[np.float32] | None) -> dict[int, bytes]:
+        """Sums and results of a step by sequence id, of the states of its pooled rows [rows, hidden]; None: it has
+        none. Of a sequence of which no row was pooled so far there is nothing.
+        """
+        found: dict[int, bytes] = {}
+        ended: list[tuple[int, PoolShare, Row]] = []
+        row = 0
+        for share in plan.others:
+            if (pool := share.pool) is None:
+                continue
+            num_rows = pool.end_row - pool.first_row
+            if not (num_rows or pool.before):
+                continue
+            total = _total(pool.before, None if states is None else states[row : row + num_rows])
+            row += num_rows
+            if not np.isfinite(total).all():
+                found[share.sequence_id] = NOT_FINITE
+            elif pool.is_last:
+                ended.append((share.sequence_id, pool, total))
+            else:
+                found[share.sequence_id] = total.tobytes()
+        for sequence_id, pool, total in ended:
+            found[sequence_id] = self._result(total / pool.num_rows, pool.params).astype("<f4").tobytes()
+        return found
+
+    def _result(self, row: Row, params: PoolingParams) -> Row:
+        for layer in self._layers:
+            row = layer.of(row)
+        row = row[: params.dimensions]
+        return row if params.use_activation is False else activated(self.activation_of(params), row)
+
+    def activation_of(self, params: PoolingParams) -> PoolingActivation:
+        """Activation for a request, which may have vectors normalized that the model leaves as they are."""
+        if params.use_activation and self.facts.task is PoolingTask.EMBED:
+            return PoolingActivation.NORMALIZE
+        return self.facts.activation
+
+
+def _total(before: bytes, states: NDArray[np.float32] | None) -> Row:
+    """The sum of rows in their order, after those of the steps before."""
+    if states is None or not len(states):
+        return np.frombuffer(before)
+    rows = states.astype(np.float64)
+    if before:
+        rows = np.concatenate((np.frombuffer(before)[None], rows))
+    total: Row = np.add.reduce(rows, axis=0)
+    return total
+
+
+def activated(activation: PoolingActivation, row: Row) -> Row:
+    """The last step, for one row."""
+    if activation is PoolingActivation.NORMALIZE:
+        length = math.sqrt(np.add.accumulate(row * row)[-1])
+        return row / max(length, 1e-12)
+    if activation is PoolingActivation.SIGMOID:
+        return np.array([_sigmoid(value) for value in row.tolist()])
+    if activation is PoolingActivation.SOFTMAX:
+        masses = [math.exp(value) for value in (row - row.max()).tolist()]
+        return np.array(masses) / math.fsum(masses)
+    return row
+
+
+def _sigmoid(value: float) -> float:
+    small = math.exp(-abs(value))
+    return (1.0 if value >= 0 else small) / (1.0 + small)
+
+
+# --- what the files say ---
+
+
+def load_pooler(config: ModelConfig, folder: Path) -> Pooler | None:
+    """The pooling of the model in `folder`; None: it generates text.
+
+    Raises `ConfigurationError` and `UnsupportedModelError` for what is not pooled here as its files say.
+    """
+    raw = {**read_json(folder / "config.json"), **config.hf_overrides}
+    task = _task(config, raw, folder)
+    if task is None:
+        return None
+    reader = _FolderReader(config, raw, folder)
+    return reader.embedder() if task is PoolingTask.EMBED else reader.classifier()
+
+
+def max_tokens_of(folder: Path) -> int | None:
+    """The longest text that a folder of sentence-transformers was made for; None: it says nothing."""
+    found = read_json(folder / "sentence_bert_config.json").get("max_seq_length")
+    return found if type(found) is int and found > 0 else None
+
+
+def _task(config: ModelConfig, raw: Mapping[str, Any], folder: Path) -> PoolingTask | None:
+    if config.runner == "generate" or (config.runner == "auto" and holds_text_model(raw)):
+        return None
+    if config.convert in ("embed", "classify"):
+        return PoolingTask(config.convert)
+    architecture = str((raw.get("architectures") or [""])[0])
+    if architecture.endswith(CLASSIFIERS) or "classifier_from_token" in raw:
+        return PoolingTask.CLASSIFY
+    if config.runner == "pooling" or (folder / "modules.json").is_file() or is_without_head(raw):
+        return PoolingTask.EMBED
+    return None
+
+
+class _FolderReader:
+    """Reads what a folder says of one pooled model."""
+
+    def __init__(self, config: ModelConfig, raw: Mapping[str, Any], folder: Path) -> None:
+        self._config = config
+        self._raw = raw
+        self._folder = folder
+        self._type = str(raw.get("model_type"))
+
+    def embedder(self) -> Pooler:
+        """A model of vectors. Without files of sentence-transformers, it pools the last token and normalizes, as vLLM
+        does.
+        """
+        kind, activation, layers = PoolingKind.LAST, PoolingActivation.NORMALIZE, list[Dense]()
+        if modules := self._modules():
+            activation = PoolingActivation.NONE
+            for name, path in modules:
+                if name == "Pooling":
+                    kind = self._kind(path)
+                elif name == "Dense":
+                    layers.append(self._dense(path))
+                elif name == "Normalize":
+                    activation = PoolingActivation.NORMALIZE
+                elif name != "Transformer":
+                    raise self._refused(f"modules.json has a module {name}")
+        dimensions = self._raw.get("matryoshka_dimensions")
+        facts = PoolingFacts(
+            task=PoolingTask.EMBED,
+            kind=self._chosen(kind),
+            activation=activation,
+            num_outputs=layers[-1].weight.shape[1] if layers else int(self._raw["hidden_size"]),
+            is_matryoshka=bool(self._raw.get("is_matryoshka") or dimensions),
+            dimensions=tuple(dimensions) if isinstance(dimensions, list) else (),
+            prompt=self._default_prompt(),
+        )
+        return Pooler(facts, layers)
+
+    def classifier(self) -> Pooler:
+        """A model of scores: of a head for labels, or of two tokens of a causal language model."""
+        tokens = self._raw.get("classifier_from_token")
+        weight = self._numbers("score.weight") if tokens is None else self._of_tokens(tokens)
+        if weight is None:
+            reason = "its files have no score.weight, and config.json no classifier_from_token"
+            raise self._refused(reason, "Set hf_overrides classifier_from_token to two tokens, or convert to embed")
+        num_labels = len(weight)
+        names = self._raw.get("id2label") or {}
+        labels = tuple(str(names.get(str(index), f"LABEL_{index}")) for index in range(num_labels))
+        facts = PoolingFacts(
+            task=PoolingTask.CLASSIFY,
+            kind=self._chosen(PoolingKind.LAST),
+            activation=self._score_activation(num_labels),
+            num_outputs=num_labels,
+            labels=labels,
+            pair_template=self._pair_template(tokens),
+        )
+        return Pooler(facts, [Dense(np.ascontiguousarray(weight.T), None, "none")])
+
+    def _pair_template(self, tokens: Any) -> str:
+        if self._config.score_template is not None:
+            return self._config.score_template
+        is_qwen3 = self._raw.get("is_original_qwen3_reranker") or (self._type == "qwen3" and tokens == ["no", "yes"])
+        return _QWEN3_RERANKER if is_qwen3 else ""
+
+    def _score_activation(self, num_labels: int) -> PoolingActivation:
+        """Activation as sentence-transformers and vLLM choose it: a sigmoid of one label, or of several that exclude
+        nothing."""
+        own = self._raw.get("sentence_transformers")
+        named = self._raw.get("sbert_ce_default_activation_function")
+        named = own.get("activation_fn", named) if isinstance(own, Mapping) else named
+        problem = self._raw.get("problem_type")
+        if named is not None:
+            return PoolingActivation(self._function(str(named), ("none", "sigmoid", "softmax")))
+        if problem == "regression":
+            return PoolingActivation.NONE
+        is_one = num_labels == 1 or problem == "multi_label_classification"
+        return PoolingActivation.SIGMOID if is_one else PoolingActivation.SOFTMAX
+
+    def _chosen(self, kind: PoolingKind) -> PoolingKind:
+        return kind if self._config.pooling_type == "auto" else PoolingKind(self._config.pooling_type)
+
+    def _modules(self) -> list[tuple[str, Path]]:
+        """Names and folders of sentence-transformers' modules, in order; none where it is no folder of its."""
+        if not (self._folder / "modules.json").is_file():
+            return []
+        try:
+            found = json.loads((self._folder / "modules.json").read_text(encoding="utf-8"))
+            return [(str(one["type"]).rpartition(".")[2], self._inside(str(one["path"]))) for one in found]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(f"{self._folder}/modules.json cannot be read: {error}") from error
+
+    def _inside(self, path: str) -> Path:
+        found = (self._folder / path).absolute()
+        if ".." in Path(path).parts or not found.is_relative_to(self._folder.absolute()):
+            raise ConfigurationError(f"{self._folder}/modules.json: path {path!r} leads out of the folder")
+        return found
+
+    def _kind(self, path: Path) -> PoolingKind:
+        entries = read_json(path / "config.json")
+        modes = [name for name, value in entries.items() if name.startswith("pooling_mode_") and value is True]
+        kinds = [_MODES.get(name) for name in modes]
+        if (short := entries.get("pooling_mode")) is not None:
+            modes, kinds = [str(short)], [_SHORT_MODES.get(str(short))]
+        if len(kinds) != 1 or kinds[0] is None:
+            raise self._refused(f"{path.name}/config.json has {', '.join(modes) or 'no pooling mode'}")
+        if entries.get("include_prompt") is False:
+            raise self._refused(f"{path.name}/config.json leaves prompts out of the mean (include_prompt)")
+        return kinds[0]
+
+    def _dense(self, path: Path) -> Dense:
+        entries = read_json(path / "config.json")
+        file = path / "model.safetensors"
+        if not file.is_file():
+            raise self._refused(f"the module {path.name} has no model.safetensors")
+        weight = _numbers(file, "linear.weight")
+        if weight is None:
+            raise self._refused(f"{path.name}/model.safetensors has no linear.weight")
+        function = self._function(str(entries.get("activation_function", "Tanh")), ("none", "tanh"))
+        return Dense(np.ascontiguousarray(weight.T), _numbers(file, "linear.bias"), function)
+
+    def _function(self, name: str, known: Sequence[str]) -> str:
+        found = _FUNCTIONS.get(name.rpartition(".")[2].removesuffix("()"))
+        if found is None or found not in known:
+            raise self._refused(f"its activation is {name}")
+        return found
+
+    def _default_prompt(self) -> str:
+        entries = read_json(self._folder / "config_sentence_transformers.json")
+        name, prompts = entries.get("default_prompt_name"), entries.get("prompts")
+        if name is None:
+            return ""
+        if not isinstance(prompts, Mapping) or not isinstance(prompts.get(name), str):
+            raise ConfigurationError(
+                f"{self._folder}/config_sentence_transformers.json: default_prompt_name = {name!r}: none of its prompts"
+            )
+        return str(prompts[name])
+
+    def _of_tokens(self, tokens: Any) -> Row:
+        """The difference of two tokens' logits: how much likelier the second one is than the first."""
+        if not (isinstance(tokens, list) and len(tokens) == 2):
+            raise ConfigurationError(f"model.hf_overrides: classifier_from_token = {tokens!r}: must be two tokens")
+        vocabulary = read_json(self._folder / "tokenizer.json").get("model", {}).get("vocab", {})
+        if missing := [token for token in tokens if token not in vocabulary]:
+            raise ConfigurationError(
+                f"model.hf_overrides: classifier_from_token: {missing[0]!r} is no token of the model"
+            )
+        for name in ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight"):
+            if (rows := self._numbers(name, [vocabulary[token] for token in tokens])) is not None:
+                return rows[1:] - rows[:1]
+        raise self._refused("its files have no head")
+
+    def _numbers(self, name: str, rows: Sequence[int] | None = None) -> Row | None:
+        for file in weight_files(self._folder):
+            if file.suffix == ".safetensors" and (found := _numbers(file, name, rows)) is not None:
+                return found
+        return None
+
+    def _refused(self, reason: str, way_out: str = _WAY_OUT) -> UnsupportedModelError:
+        return UnsupportedModelError(self._type, f"it cannot be pooled: {reason}", way_out)
+
+
+def _numbers(path: Path, name: str, rows: Sequence[int] | None = None) -> Row | None:
+    """A matrix or vector of a safetensors file, or some rows of it; None: it has none of the name."""
+    header, start = read_header(path)
+    entry = header.get(name)
+    if entry is None:
+        return None
+    stored = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}.get(entry["dtype"])
+    if stored is None:
+        raise ConfigurationError(f"{path}: {name} is of type {entry['dtype']}, and F32, F16 or BF16 are read")
+    values = np.memmap(path, stored, "r", start + entry["data_offsets"][0], tuple(entry["shape"]))
+    taken = np.array(values if rows is None else values[list(rows)])
+    return (
+        (taken.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        if stored == "<u2"
+        else taken.astype(np.float64)
+    )
