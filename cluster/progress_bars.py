@@ -52,6 +52,7 @@ class PlainProgress:
         self._lock = threading.Lock()
 
     def report(self, phase: str, done: int, total: int) -> None:
+        """Prints a line when a phase begins, and one when `done` has reached `total`."""
         with self._lock:
             if phase in self._ended:
                 return

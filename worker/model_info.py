@@ -141,6 +141,14 @@ class ModelInfo:
         measured = (self.answers_digest.hex(), arithmetic, self.version)
         return "/".join(filter(None, (self.model, f"tp{self.tensor_parallel_size}", self.numerics, *measured)))
 
+    def block_kind(self, form: str, *more: object) -> bytes:
+        """Digest (16 bytes) of all that the bytes of a KV block depend on besides its name: the model and its release,
+        arithmetic and quantization, and the layout of its rows, `form`. `more`: what else has to be equal where the
+        block comes from, as a rank and its files for one on a disk, or what was measured of another replica.
+        """
+        parts = (self.model_type, self.release, self.numerics, self.quantization, self.block_size, form, *more)
+        return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
     @cached_property
     def window(self) -> Window | None:
         """Window of the layers that see the last positions alone, if they have blocks of their own."""

@@ -62,6 +62,7 @@ class ProgressCounter:
         self._further = further
 
     def tick(self) -> None:
+        """Moves the counter. For the thread that computes."""
         now = self.clock()
         gap_s = now - self._ticked_at
         if gap_s > self._longest_gap_s:

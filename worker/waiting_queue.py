@@ -193,6 +193,7 @@ class WaitingQueue(Generic[AnyWaiter]):
         raise AssertionError("the queue is empty")
 
     def add(self, waiter: AnyWaiter) -> None:
+        """Adds a waiter to its tenant's line, in its class."""
         # Looked up anew: an account that was idle while its requests ran may have been forgotten.
         waiter.tenant = self._tenants.of(waiter.request.tenant)
         self._tenants.note_waiting(waiter.tenant)
@@ -202,6 +203,7 @@ class WaitingQueue(Generic[AnyWaiter]):
         self._expect_promotion(waiter)
 
     def remove(self, waiter: AnyWaiter) -> None:
+        """Removes a waiter, wherever it stands, and adds its wait to `waited_s`."""
         self._lane(waiter).remove(waiter)
         self.num_waiting -= 1
         self._tenants.note_gone(waiter.tenant)

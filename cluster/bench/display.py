@@ -54,6 +54,7 @@ def watch(title: str, num_requests: int | None, duration_s: float | None) -> Ite
 
 
 def print_report(console: Console, report: Report) -> None:
+    """Prints all loads of a report, and the server's own figures beside them."""
     settings = report.settings
     lengths = f"{settings.prompt_tokens} prompt and {settings.output_tokens} output tokens"
     what = f"trace {settings.trace}" if settings.trace else lengths
@@ -65,6 +66,7 @@ def print_report(console: Console, report: Report) -> None:
 
 
 def print_run(console: Console, run: Run) -> None:
+    """Prints one load: its counts, latencies and, for agents, its turns."""
     console.print()
     counted = f"{run.completed} requests in {run.duration_s:.1f} s" + (f", {run.failed} failed" if run.failed else "")
     console.print(f"[bold]{run.load}[/bold]: {counted}", highlight=False)

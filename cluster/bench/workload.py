@@ -88,6 +88,7 @@ class Lengths:
         return lengths
 
     def draw(self, rng: random.Random) -> int:
+        """One length in tokens."""
         match self.kind:
             case "uniform":
                 return rng.randint(int(self.first), int(self.second))

@@ -47,9 +47,11 @@ class LoopClock:
     """The running event loop's time."""
 
     def now(self) -> float:
+        """Time of the event loop in seconds."""
         return asyncio.get_running_loop().time()
 
     async def sleep(self, seconds: float) -> None:
+        """Sleeps for seconds."""
         await asyncio.sleep(seconds)
 
 

@@ -41,6 +41,7 @@ class Origin:
 
     @classmethod
     def of(cls, address: str) -> "Origin":
+        """Origin of a request."""
         url = urlsplit(address if "://" in address else f"http://{address}")
         if url.scheme not in _PORTS or not url.hostname or url.path.strip("/"):
             raise ValueError(f"addresses = {address!r}: each must be host:port, or http://host:port")
@@ -48,6 +49,7 @@ class Origin:
 
     @classmethod
     def of_url(cls, url: Any) -> "Origin":
+        """Origin of a URL."""
         return cls(url.scheme, url.host.strip("[]"), url.port or _PORTS.get(url.scheme, 0))
 
 

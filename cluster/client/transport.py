@@ -100,6 +100,7 @@ class GrpcTransport:
         on_taken: Callable[[], None] | None = None,
         num_routers_lost: int = 0,
     ) -> AsyncGenerator[Any, None]:
+        """Opens a call, and yields its responses. Raises `CallFailed`."""
         stub = inference_pb2_grpc.InferenceStub(self._channel(address))  # type: ignore[no-untyped-call]
         metadata = self._metadata
         if num_routers_lost:
@@ -120,6 +121,7 @@ class GrpcTransport:
             call.cancel()
 
     async def close(self) -> None:
+        """Closes all channels."""
         for channel in (*self._channels.values(), *self._left):
             await channel.close(None)
 

@@ -212,6 +212,7 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
 
 
 def params_of(work: WorkFlags) -> dict[str, Any]:
+    """Fields of each request's body that set how it samples."""
     params: dict[str, Any] = {"temperature": work.sampling_temperature} | (
         {} if work.stop_at_eos else {"ignore_eos": True}
     )

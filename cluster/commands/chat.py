@@ -192,6 +192,7 @@ def answering_here(config: "HoldfastConfig", params: "SamplingParams") -> "Itera
 def answering_server(
     server: str, model: str, params: "SamplingParams", options: Mapping[str, Any]
 ) -> "Iterator[Answerer]":
+    """Answers of a server; `server` may be several addresses with commas between them. A context."""
     from holdfast.cluster.client.blocking_client import Client
 
     with Client(server.split(","), **options) as client:

@@ -23,6 +23,7 @@ _GROUPS: Final = {name: Group.create_ordered(name) for name in (ESSENTIALS, OPER
 
 
 def version() -> str:
+    """Version of the installed package."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -134,6 +134,7 @@ def _panes(streams: Sequence[Stream]) -> Table:
 
 
 def figures(streams: Sequence[Stream]) -> Table:
+    """Table of the streams' times and speeds."""
     table = Table("stream", "prompt", "tokens", "first token", "per token", "tokens/s", title="over gRPC, all at once")
     for stream in streams:
         table.add_row(

@@ -30,10 +30,12 @@ class Encoding(dict[str, Any]):
 
     @property
     def input_ids(self) -> Any:
+        """Token ids, under the name that tokenizers have for them."""
         return self["input_ids"]
 
     @property
     def attention_mask(self) -> Any:
+        """A one for each token."""
         return self["attention_mask"]
 
 

@@ -45,6 +45,7 @@ class Evaluation:
 
     @property
     def perplexity(self) -> float:
+        """Exponential of the mean negative log-probability of a token."""
         return math.exp(self.mean_nll)
 
 

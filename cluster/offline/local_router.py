@@ -82,10 +82,12 @@ class LocalReplica:
     # --- for the dispatch host ---
 
     def submit(self, action: SendSubmit) -> None:
+        """Submits an attempt to the engine of this process."""
         with suppress(HoldfastError):  # `on_failure` is on its way
             self._replica.engine.submit(action.request, self, action.attempt)
 
     def abort(self, action: SendAbort) -> None:
+        """Ends an attempt in the engine of this process."""
         self._replica.engine.abort(action.attempt)
 
     def take_pins(self, action: SendTakePins) -> None:
@@ -94,9 +96,11 @@ class LocalReplica:
     # --- on the engine's thread ---
 
     def on_update(self, update: StepUpdate) -> None:
+        """Takes an update to the event loop. On the engine's thread."""
         self._loop.call_soon_threadsafe(self._take, update)
 
     def on_failure(self, error: HoldfastError) -> None:
+        """Takes the engine's end to the event loop. On the engine's thread."""
         self._loop.call_soon_threadsafe(self._take, error)
 
     # --- on the event loop ---

@@ -103,6 +103,7 @@ class Gauge(Metric):
 
 
 def metrics_of(stats: EngineStats, model: str) -> list[Metric]:
+    """Counters and gauges under vLLM's names."""
     labels = {"model_name": model}
     counters = [Counter(name=PREFIX + name, labels=labels, value=value) for name, value in _counts(stats)]
     gauges = [Gauge(name=PREFIX + name, labels=labels, value=value) for name, value in _levels(stats)]

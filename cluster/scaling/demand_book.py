@@ -94,6 +94,7 @@ class Rate:
         self._counts = deque[tuple[float, float]]()
 
     def note(self, now_s: float, count: float) -> None:
+        """Takes the count at a time in seconds."""
         if self._counts and count < self._counts[-1][1]:
             self._counts.clear()
         self._counts.append((now_s, count))

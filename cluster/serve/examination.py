@@ -133,6 +133,7 @@ def checked(what: str, check: Callable[[], None], found: str) -> Finding:
 
 
 def versions() -> Iterator[Finding]:
+    """Findings about Python, and about each package that Holdfast runs on."""
     python = ".".join(map(str, sys.version_info[:3]))
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
         yield Finding(Level.BAD, "Python", python, "Holdfast needs 3.11, 3.12 or 3.13: make an environment with one")
@@ -161,6 +162,7 @@ def devices(machine: Machine) -> Finding:
 
 
 def room() -> Iterator[Finding]:
+    """Findings about free bytes where Ray keeps its files."""
     folders = {str(ray_folder().parent): "Ray's logs and sockets", "/dev/shm": "Ray's object store"}
     for folder, use in folders.items():
         if not Path(folder).is_dir():

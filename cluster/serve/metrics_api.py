@@ -58,6 +58,7 @@ class MetricsApi:
     async def start(
         cls, replica: Replica, replica_id: str, settings: MetricsSettings, security: ClusterSecurity
     ) -> "MetricsApi":
+        """Listens when this returns."""
         api = cls(replica, replica_id, settings, security)
         await api._server.start()
         return api

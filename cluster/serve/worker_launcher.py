@@ -78,6 +78,7 @@ def stand_for(connection: socket.socket, pid: int) -> int:
 
 
 def main(arguments: list[str]) -> NoReturn:
+    """Becomes the worker process that Ray's command line asks for. `arguments`: without the program's name."""
     flags = [word for word in arguments if word in ("-s", "-S")]
     path, *options = arguments[len(flags) :]
     worker = ray_file("_private", "workers", "default_worker.py")

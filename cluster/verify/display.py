@@ -11,6 +11,7 @@ _STYLES = {Kind.FAULT: "bold red", Kind.DIFFERENCE: "yellow", Kind.NOTE: "blue"}
 
 
 def print_report(console: Console, report: Report) -> None:
+    """Prints a table of all checks, and each finding with its evidence."""
     table = Table(title=Text(f"{report.server}  {report.model}"), box=None, title_justify="left", pad_edge=False)
     for name, justify in (
         ("check", "left"),

@@ -114,7 +114,7 @@ class Answer:
         return str(self.error or found or "")[:300]
 
     def tokens_of(self, kind: str) -> int | None:
-        """`prompt` or `completion` tokens by its usage; None: not told."""
+        """`prompt` or `completion` tokens by its usage; None: not reported."""
         value = self.usage.get(f"{kind}_tokens")
         return value if isinstance(value, int) else None
 

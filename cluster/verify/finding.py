@@ -43,7 +43,7 @@ class Finding:
     """Smallest index of an output token from which on an answer differed; None: not known by token."""
     gap: float | None = None
     """Log-probability, in nats, by which the first answer's token was likelier than the other one, at most; None: not
-    told by the server.
+    reported by the server.
     """
     evidence: Evidence | None = None
 

@@ -29,6 +29,7 @@ summary{cursor:pointer;color:var(--soft)}
 
 
 def page(report: Report) -> str:
+    """The report as one HTML page, which loads nothing from elsewhere."""
     counts = report.counts
     bad = counts[Kind.FAULT] + counts[Kind.DIFFERENCE]
     verdict = "Nothing was found" if not bad else f"{bad} finding{'s' if bad > 1 else ''}"
@@ -68,10 +69,10 @@ def _finding(one: Finding) -> str:
     figures += [f"first at output token {one.first_token}"] if one.first_token is not None else []
     figures += [f"{one.gap:.3g} nats"] if one.gap is not None else []
     cause = f"<p>Likely cause: {escape(one.cause)}</p>" if one.cause else ""
-    told = f"<p class=soft>{escape(', '.join(figures))}</p>" if figures else ""
+    figures_line = f"<p class=soft>{escape(', '.join(figures))}</p>" if figures else ""
     evidence = "" if one.evidence is None else _evidence(one.evidence)
     head = f"<p><span class='tag {one.kind}'>{one.kind}</span> <code>{escape(one.name)}</code></p>"
-    return f"<div class=finding>{head}<p>{escape(one.about)}</p>{told}{cause}{evidence}</div>"
+    return f"<div class=finding>{head}<p>{escape(one.about)}</p>{figures_line}{cause}{evidence}</div>"
 
 
 def _evidence(one: Evidence) -> str:

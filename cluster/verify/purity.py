@@ -55,6 +55,7 @@ class Situation:
     seen: list[tuple[Known, Answer, Choice, Difference]] = field(default_factory=list)
 
     def judge(self, known: Known, answer: Answer, others: Sequence[str] = ()) -> None:
+        """Compares each choice of an answer with those that are known."""
         if not answer.is_ok or not known.answers:
             return
         for choice in answer.choices:
@@ -65,6 +66,7 @@ class Situation:
                 self.seen.append((known, answer, choice, difference))
 
     def report(self, subject: Subject, family: str) -> None:
+        """Reports to `subject` what this situation found, for a family of requests."""
         subject.num_compared += self.num_tried
         if self.seen:
             damaged = [one for one in self.seen if one[3].damage and self.name in ("streamed", "together", "during")]

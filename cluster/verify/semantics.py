@@ -57,7 +57,7 @@ def _wrong_end(short: Answer, whole: Answer) -> str:
 def wrong_usage(answer: Answer) -> str:
     """Says which count is wrong; empty: none."""
     if not answer.usage:
-        return "none is told"
+        return "none is reported"
     prompt, completion, total = (answer.tokens_of(kind) for kind in ("prompt", "completion", "total"))
     if prompt is None or completion is None or total != prompt + completion:
         return f"{prompt} + {completion} is not {total}"
@@ -88,19 +88,19 @@ def _longer_prompts_count_more(subject: Subject, short: Sequence[Answer], again:
 
 def _streamed_usage(subject: Subject, whole: Sequence[Answer]) -> Steps:
     streamed = yield from alone(subject.streamed(answer.ask) for answer in whole)
-    told = {id(two): one for one, two in zip(whole, streamed, strict=True)}
+    whole_of = {id(two): one for one, two in zip(whole, streamed, strict=True)}
     if silent := [one for one in streamed if one.is_ok and not one.usage]:
         subject.found("usage.missing", Kind.NOTE, "streams do not tell their usage (include_usage)", silent[0])
     kinds = ("prompt", "completion", "total")
     subject.examine(
         "usage.wrong",
         "a stream's usage equals that of the whole answer",
-        [one for one in streamed if one.is_ok and one.usage and one.choice.full == told[id(one)].choice.full],
+        [one for one in streamed if one.is_ok and one.usage and one.choice.full == whole_of[id(one)].choice.full],
         lambda answer: next(
             (
-                f"{kind}_tokens {answer.tokens_of(kind)} and {told[id(answer)].tokens_of(kind)}"
+                f"{kind}_tokens {answer.tokens_of(kind)} and {whole_of[id(answer)].tokens_of(kind)}"
                 for kind in kinds
-                if answer.tokens_of(kind) != told[id(answer)].tokens_of(kind)
+                if answer.tokens_of(kind) != whole_of[id(answer)].tokens_of(kind)
             ),
             "",
         ),

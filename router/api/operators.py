@@ -92,6 +92,7 @@ class Operators:
         return await self._ordered("with_drained", replica_id, True)
 
     async def undrain(self, replica_id: str) -> int:
+        """Puts a drained replica back into service."""
         drained = sorted(self._operator_state().drained)
         if replica_id not in drained:
             raise InvalidRequestError("replica_id", replica_id, f"drained are: {', '.join(drained) or 'none'}")
@@ -230,6 +231,7 @@ class RecentErrors(logging.Handler):
         return list(self._lines)
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Keeps a warning or an error for health."""
         try:
             self._lines.append(_line(record)[:MAX_LENGTH])
         except Exception:  # as in every handler: the caller that logs goes on, whatever is wrong with the record

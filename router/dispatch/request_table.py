@@ -73,6 +73,7 @@ class RequestTable:
             self._groups.setdefault(state.request.group_id, _Group()).open[state] = None
 
     def remove(self, state: RequestState) -> None:
+        """Removes a request that has ended."""
         assert state.attempt is None, "an attempt ends before its request does"
         del self._states[state.key]
         del self.by_request[state.request_key][state]

@@ -29,6 +29,7 @@ class VersionCounts:
     """Time from sending to the first token, of all together."""
 
     def plus(self, other: "VersionCounts") -> "VersionCounts":
+        """Sum of both, of the same version."""
         return VersionCounts(
             model=self.model,
             version=self.version,

@@ -252,7 +252,7 @@ OF_GATEWAYS: Final = (
         "vllm:lora_requests_info",
         G,
         ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-        "Always 1: requests of adapters are not told apart",
+        "Always 1: requests of adapters are not counted apart",
     ),
 )
 OF_THE_PROCESS: Final = (Metric("holdfast_build_info", G, ("version",), "Always 1: the version that runs"),)

@@ -194,6 +194,9 @@ class RequestAdmission:
         raise UnknownModelError(name, names)
 
     async def admit(self, request: GenerationRequest, time_remaining_s: float | None) -> AdmittedRequest:
+        """Checks a request and encodes its prompt. `time_remaining_s`: seconds until the call's own deadline, or None.
+        Raises the `HoldfastError` of the first check that fails.
+        """
         self.check_open()
         if self._overload is not None:
             self.check_overload(request.priority, is_resumed=request.resume is not None)

@@ -2,7 +2,7 @@
 
 A request belongs to the session that it names, or to that whose last prompt its own begins with: a chat's next turn
 begins with all that came before. So sessions are found of clients that name none. Clients whose prompts begin with a
-line that changes with each call find no prefix: they are told of by the rule that would help (`text/head_lines.py`).
+line that changes with each call find no prefix: they are listed with the rule that would help (`text/head_lines.py`).
 """
 
 from array import array

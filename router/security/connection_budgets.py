@@ -116,6 +116,7 @@ class ClientConnection:
     num_resets: int = 0
 
     def count(self, *, is_reset: bool) -> None:
+        """Counts a call, or a reset. Old ones count half as much in time."""
         self.num_calls += not is_reset
         self.num_resets += is_reset
         if self.num_calls > MOST_COUNTED:

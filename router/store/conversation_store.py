@@ -68,6 +68,8 @@ class ConversationStore:
         return await self._database.run(work)
 
     async def item(self, tenant: str, conversation_id: str, item_id: str) -> dict[str, Any]:
+        """One item. Raises `NotFoundError` if the conversation or the item is not there."""
+
         def work(connection: "sqlalchemy.Connection") -> dict[str, Any]:
             self._objects.read(connection, tenant, CONVERSATION, conversation_id)
             item: dict[str, Any] = json.loads(self._row(connection, tenant, conversation_id, item_id).data)

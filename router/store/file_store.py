@@ -79,6 +79,7 @@ class FileStore:
         self.objects.update(connection, tenant, file["id"], file)
 
     def num_pieces(self, connection: "sqlalchemy.Connection", tenant: str, file_id: str) -> int:
+        """Pieces in which a file is stored."""
         from sqlalchemy import func, select
 
         pieces = self._pieces

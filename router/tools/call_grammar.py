@@ -23,12 +23,11 @@ from holdfast.router.tools.reasoning import REASONING_TAGS
 from holdfast.router.tools.tools import Tool, ToolChoice
 from holdfast.router.tools.typed_parameters import (
     LarkRules,
-    ParameterMarkup,
     gemma_arguments,
     python_arguments,
     xml_parameters,
 )
-from holdfast.router.tools.xml_calls import DSML
+from holdfast.router.tools.xml_calls import DSML, Markup
 from holdfast.worker.errors import InvalidRequestError
 
 _NO_TOKENS: Final[Mapping[str, int]] = MappingProxyType({})
@@ -86,7 +85,7 @@ def _gemma_call(rules: LarkRules, tool: Tool, prefix: str) -> str:
     return f"{rules.text(f'call:{tool.name}{{')} {gemma_arguments(rules, tool, prefix)} {end}"
 
 
-def _xml_call(before: str, behind: str, end: str, markup: ParameterMarkup) -> _Call:
+def _xml_call(before: str, behind: str, end: str, markup: Markup) -> _Call:
     def call(rules: LarkRules, tool: Tool, prefix: str) -> str:
         parameters = xml_parameters(rules, tool, prefix, markup)
         return f"{rules.text(f'{before}{tool.name}{behind}')} {parameters} {rules.text(end)}"
@@ -114,7 +113,7 @@ _XML: Final = _Form(
         "\n<function=",
         ">\n",
         f"</function>\n{_TOOL_CALL_END}",
-        ParameterMarkup("<parameter=", ">\n", "\n</parameter>"),
+        Markup("<parameter=", ">\n", "\n</parameter>"),
     ),
     marker=_TOOL_CALL,
     between=f"\n{_TOOL_CALL}",
@@ -122,13 +121,13 @@ _XML: Final = _Form(
     others=(_TOOL_CALL_END,),
 )
 _GLM: Final = _Form(
-    _xml_call("", "\n", _TOOL_CALL_END, ParameterMarkup("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>")),
+    _xml_call("", "\n", _TOOL_CALL_END, Markup("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>")),
     marker=_TOOL_CALL,
     between=f"\n{_TOOL_CALL}",
     others=(_TOOL_CALL_END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
 _INVOKE: Final = _Form(
-    _xml_call('<invoke name="', '">\n', "</invoke>\n", ParameterMarkup('<parameter name="', '">', "</parameter>")),
+    _xml_call('<invoke name="', '">\n', "</invoke>\n", Markup('<parameter name="', '">', "</parameter>")),
     marker="<minimax:tool_call>",
     before="\n",
     after="</minimax:tool_call>",
@@ -147,7 +146,7 @@ _KIMI: Final = _Form(
 def _dsml(block: str) -> _Form:
     invoke, parameter = (
         f'<{DSML}invoke name="',
-        ParameterMarkup(f'<{DSML}parameter name="', '" string="{kind}">', f"</{DSML}parameter>"),
+        Markup(f'<{DSML}parameter name="', '" string="{kind}">', f"</{DSML}parameter>"),
     )
     return _Form(
         _xml_call(invoke, '">\n', f"</{DSML}invoke>\n", parameter),

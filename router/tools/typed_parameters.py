@@ -13,7 +13,7 @@ from holdfast.router.schemas.places import SchemaError
 from holdfast.router.schemas.value_types import ValueTypes
 from holdfast.router.tools.gemma_calls import QUOTE
 from holdfast.router.tools.tools import Tool
-from holdfast.router.tools.xml_calls import text_schema
+from holdfast.router.tools.xml_calls import Markup, text_schema
 from holdfast.worker.errors import InvalidRequestError
 
 _JSON_STYLE: Final = {
@@ -113,14 +113,6 @@ _XML_NAME: Final = re.compile(r"[^\s<>]([^\n<>]{0,254}[^\s<>])?")
 _TEXT_KEYS: Final = {"type", "enum", "const", "minLength", "maxLength", *_NOTES}
 
 
-class ParameterMarkup(NamedTuple):
-    """Texts around the name and the value of a parameter; `{kind}` stands for whether the value is text."""
-
-    before: str
-    behind: str
-    end: str
-
-
 class _Parameter(NamedTuple):
     name: str
     schema: Mapping[str, Any]
@@ -152,7 +144,7 @@ def _listed(rules: LarkRules, tool: Tool, prefix: str, sign: str, comma: str, wr
     return first
 
 
-def xml_parameters(rules: LarkRules, tool: Tool, prefix: str, markup: ParameterMarkup) -> str:
+def xml_parameters(rules: LarkRules, tool: Tool, prefix: str, markup: Markup) -> str:
     """The expression of the parameters of a call, in the order of the schema, each with a line break behind it."""
     items, types = [], ValueTypes(tool.parameters)
     for index, parameter in enumerate(_parameters(tool, _XML_NAME)):

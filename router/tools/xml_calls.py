@@ -34,7 +34,9 @@ _PYTHON_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 
 
 class Markup(NamedTuple):
-    """Texts of one style: before a name, behind it, and at the end."""
+    """Texts of one style, of a call or of a parameter: before its name, behind it, and at the end. In grammars `{kind}`
+    stands for whether a parameter's value is text.
+    """
 
     before: str
     behind: str

@@ -167,6 +167,7 @@ def _json_text(field: str, value: object) -> str:
 
 
 def chat_output(message: inference_pb2.ChatOutput | inference_pb2.ChatDelta) -> ChatOutput:
+    """Chat output of a message."""
     given: Sequence[inference_pb2.ToolCall | inference_pb2.ToolCallDelta] = message.tool_calls
     calls: list[ToolCall] = []
     for number, call in enumerate(given):
@@ -176,6 +177,7 @@ def chat_output(message: inference_pb2.ChatOutput | inference_pb2.ChatDelta) -> 
 
 
 def chat_delta_message(new: ChatOutput) -> inference_pb2.ChatDelta:
+    """Message of new chat output."""
     calls = [
         inference_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
         for call in new.tool_calls

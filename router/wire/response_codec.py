@@ -20,6 +20,7 @@ _COUNTS: Final = ("disk_tokens", "draft_tokens", "accepted_tokens", "attempts")
 
 
 def output_delta(message: inference_pb2.GenerateStreamResponse) -> OutputDelta:
+    """Output delta of a streamed message."""
     return OutputDelta(
         request_id=message.request_id,
         sequence_index=message.sequence_index,
@@ -37,6 +38,7 @@ def output_delta(message: inference_pb2.GenerateStreamResponse) -> OutputDelta:
 
 
 def delta_message(delta: OutputDelta) -> inference_pb2.GenerateStreamResponse:
+    """Message of an output delta."""
     return inference_pb2.GenerateStreamResponse(
         request_id=delta.request_id,
         sequence_index=delta.sequence_index,
@@ -54,6 +56,7 @@ def delta_message(delta: OutputDelta) -> inference_pb2.GenerateStreamResponse:
 
 
 def generation(message: inference_pb2.GenerateResponse) -> Generation:
+    """Generation of a message."""
     return Generation(
         request_id=message.request_id,
         model=message.model,
@@ -63,6 +66,7 @@ def generation(message: inference_pb2.GenerateResponse) -> Generation:
 
 
 def generation_message(generation: Generation) -> inference_pb2.GenerateResponse:
+    """Message of a whole generation."""
     return inference_pb2.GenerateResponse(
         request_id=generation.request_id,
         model=generation.model,
@@ -161,6 +165,7 @@ def _logprob_message(item: TokenLogprob) -> inference_pb2.TokenLogprob:
 
 
 def models_response(models: Iterable[ModelStatus]) -> inference_pb2.ListModelsResponse:
+    """Message that lists models, in the given order."""
     return inference_pb2.ListModelsResponse(
         models=[
             inference_pb2.Model(
@@ -184,6 +189,9 @@ def load_response(
     replicas: Iterable[ReplicaLoad],
     stored: StoreFigures | None = None,
 ) -> inference_pb2.GetLoadResponse:
+    """Message of a router's load: requests that wait for a replica, open requests, and each replica. `stored`: figures
+    of its store, if it has one.
+    """
     return inference_pb2.GetLoadResponse(
         num_queued=num_queued,
         num_open=num_open,

@@ -57,6 +57,7 @@ class TransferKey(NamedTuple):
 
     @classmethod
     def fresh(cls, *, is_encrypted: bool) -> "TransferKey":
+        """A new key, for one transfer."""
         return cls(secrets.token_bytes(TRANSFER_BYTES), secrets.token_bytes(KEY_BYTES), is_encrypted)
 
     @property
@@ -80,7 +81,7 @@ class _Outgoing:
 
 
 class BlockServer:
-    """Sends blocks of one rank to whoever asks with the key of an open transfer. Its threads end with `close`."""
+    """Sends blocks of one rank to a peer that has the key of an open transfer. Its threads end with `close`."""
 
     def __init__(self, host: str, on_room: Callable[[], None] | None = None) -> None:
         """Listens at a free port of `host`. `on_room` is called when there is room for more blocks, on some thread.

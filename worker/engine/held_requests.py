@@ -37,11 +37,11 @@ class HeldRequests:
         self.adapters: AdapterDesk | None = None
         """Desk of adapters, where they are served. Set before any request comes."""
         self.for_blocks: dict[Hashable, HeldRequest] = {}
-        """Those that wait for blocks. To be read only."""
+        """Requests that wait for blocks. To be read only."""
 
     @property
     def for_adapters(self) -> dict[Hashable, HeldRequest]:
-        """Those that wait for adapters. To be read only."""
+        """Requests that wait for adapters. To be read only."""
         return {} if self.adapters is None else self.adapters.waiting
 
     def __bool__(self) -> bool:

@@ -36,6 +36,7 @@ class Inbox:
             self._commands.put(command)
 
     def put_unless_closed(self, command: Command) -> None:
+        """Puts a command in, or drops it if the inbox is closed."""
         with self._gate:
             if self.closed_by is None:
                 self._commands.put(command)
@@ -71,9 +72,11 @@ class OutputQueue:
 
     @property
     def has_news(self) -> bool:
+        """Whether there is anything that the listener has not been sent."""
         return bool(self.is_new or self.deltas or self.rejections or (self.cache and self.cache.has_news))
 
     def take(self, step_id: int, load: EngineLoad, stats: EngineStats | None) -> StepUpdate:
+        """The update to send now; what is in it is not sent again."""
         update = StepUpdate(
             step_id=step_id,
             deltas=tuple(self.deltas),

@@ -68,6 +68,7 @@ class StepsInFlight:
         return overlapping is not None and len(self.plans) == 1 and overlapping.may_follow(self.plans[0])
 
     def launch(self, plan: StepPlan) -> None:
+        """Gives a plan to the runner, or keeps it for `collect` if the runner overlaps nothing."""
         self.plans.append(plan)
         if len(self.plans) == 1:
             self._begin()

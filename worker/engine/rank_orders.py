@@ -118,13 +118,9 @@ class RankMover:
         store = None
         if wanted is not None:
             folder, num_bytes = wanted
-            kind = repr(
-                (
-                    *(info.model_type, info.release, info.numerics, info.quantization, info.block_size),
-                    *(group.size, group.rank, memory.form, weights_stamp(model_folder(config.model))),
-                )
-            )
-            store = BlockStore(Path(folder), num_bytes, kind.encode(), sealer_of(config.cache.kv_offload_key_file))
+            of_rank = group.size, group.rank, weights_stamp(model_folder(config.model))
+            kind = info.block_kind(memory.form, *of_rank)
+            store = BlockStore(Path(folder), num_bytes, kind, sealer_of(config.cache.kv_offload_key_file))
         return cls(BlockMover(store, pools), memory, group)
 
     @property

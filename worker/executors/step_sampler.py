@@ -113,6 +113,7 @@ NUMERICS: Final = "draws-3"
 
 
 def draw_record(params: DrawParams, edits: int = NONE) -> bytes:
+    """Record of one draw, as native code and Triton read it. `edits`: number of the row's edits."""
     sampling = params.sampling
     is_greedy = sampling.temperature < GREEDY_TEMPERATURE
     return RECORD.pack(

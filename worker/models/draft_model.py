@@ -174,7 +174,7 @@ def _silent(phase: str, done: int, total: int) -> None:
 
 
 def check_same_tokens(folder: Path, draft_folder: Path) -> None:
-    """Raises `ConfigurationError` unless a token id means the same text in both models, as far as can be told."""
+    """Raises `ConfigurationError` unless a token id means the same text in both models, as far as can be seen."""
     ours, theirs = (_read_tokens(path / "tokenizer.json") for path in (folder, draft_folder))
     if ours is not None and theirs is not None and ours != theirs:
         raise ConfigurationError(

@@ -86,8 +86,6 @@ _ATTENTION: Final = _attention("model.layers.*.self_attn.")
 _MLP: Final = _rules("model.layers.*.mlp.", "colwise", "gate_proj", "up_proj") | {
     "model.layers.*.mlp.down_proj": "rowwise"
 }
-ATTENTION_AND_MLP: Final[Mapping[str, str]] = {**_ATTENTION, **_MLP}
-"""The plan of llama, and of families that are split alike."""
 
 _FUSED_MLP: Final = {"model.layers.*.mlp.gate_up_proj": "packed_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
 _LFM2: Final = (

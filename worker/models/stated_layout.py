@@ -84,6 +84,7 @@ class LayoutBuilder:
         self._delta_nets = None if share.family.delta_net is None else DeltaNetBuilder(share, share.family.delta_net)
 
     def layout(self) -> DecoderLayout:
+        """Layout of this rank: embedding, layers, last norm and head."""
         config, family, share = self._config, self._family, self._share
         shape = (config.vocab_size, config.hidden_size)
         table = share.tensors.take(f"{family.base}{family.embedding}.weight", shape)

@@ -11,7 +11,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from hashlib import blake2b
 from ipaddress import ip_address
 from typing import Any, Final
 
@@ -198,11 +197,10 @@ class BlockExchange:
 
     @property
     def _kind(self) -> bytes:
-        """All that the bytes of a block depend on besides its name, with what was measured of the arithmetic."""
+        """Kind of its blocks, with what was measured of the arithmetic."""
         info, movers = self._replica.info, self._replica.movers
         form = "" if movers is None else movers.own.form
-        parts = (info.fingerprint, info.quantization, info.block_size, form)
-        return blake2b(repr(parts).encode(), digest_size=16).digest()
+        return info.block_kind(form, info.fingerprint)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.pop(address, None)

@@ -46,6 +46,7 @@ class LinkTraces:
         """Followed requests without output."""
 
     def submitted(self, attempt: Hashable, request: EngineRequest) -> None:
+        """A request has come; it is followed if its router traces it."""
         if request.traceparent:
             context = self._propagator.extract({TRACEPARENT: request.traceparent})
             num_prompt_tokens, num_tokens = len(request.prompt_token_ids), len(request.output_token_ids)

@@ -43,6 +43,7 @@ class ProcessId(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
+        """Whether that process runs, and not another one that has got its pid."""
         try:
             return ProcessId.of(self.pid) == self
         except ProcessLookupError:

@@ -36,6 +36,7 @@ Asked = TypeVar("Asked", engine_pb2.LinkRequest, engine_pb2.SendBlocksRequest, e
 
 
 def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkRequest:
+    """Message that submits a request as attempt number `attempt`."""
     submit = engine_pb2.Submit(
         attempt=attempt,
         request_id=request.request_id,

@@ -119,6 +119,7 @@ class ReplicaShape:
     """Maker of a proposer of drafts; None: there are no drafts."""
 
     def make_scheduler(self) -> Scheduler:
+        """The real scheduler of a replica of this shape."""
         return Scheduler(
             self.scheduler,
             num_blocks=self.num_blocks,

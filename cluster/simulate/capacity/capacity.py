@@ -197,6 +197,7 @@ def serve(
 
 
 def replica_shape(shape: ClusterShape) -> ReplicaShape:
+    """Shape of each simulated replica."""
     return ReplicaShape(
         scheduler=shape.scheduler,
         num_blocks=shape.num_blocks,

@@ -61,6 +61,7 @@ class Attack:
     seed: int
 
     def attackers(self, network: Network, routers: list[SimulatedRouter]) -> list[Attacker]:
+        """Processes of the attack, which begin with the simulation."""
         if self.kind == RESETS:
             router = routers[self.router]
             return [

@@ -229,6 +229,7 @@ class World:
         return "fault:"
 
     def tally(self) -> Tally:
+        """Counts of this simulation, to be added to those of others."""
         stragglers = [straggler for client in self.clients for straggler in client.stragglers]
         return Tally(
             num_simulations=1,

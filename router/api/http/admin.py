@@ -115,6 +115,7 @@ class AdminEndpoints:
         return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
 
     async def state(self, request: Request) -> ASGIApp:
+        """Answers `GET /admin/state`."""
         self._operators.check(_not_local(request))
         return Response(self._operators.dump(), media_type=JSON)
 

@@ -150,6 +150,7 @@ class BatchEndpoints:
             await self.opened().add(jobs)
 
     async def get(self, request: Request) -> ASGIApp:
+        """Answers `GET /v1/batches/{batch_id}`."""
         batch_id = _id_of(request)
         self._history.required(batch_id, BATCH)
         return json_response(await self._batch(request, batch_id))
@@ -163,6 +164,7 @@ class BatchEndpoints:
         return json_response(listing(batches, has_more=has_more))
 
     async def cancel(self, request: Request) -> ASGIApp:
+        """Answers `POST /v1/batches/{batch_id}/cancel`."""
         batch_id = _id_of(request)
         check_json_if_any(request)
         self._history.required(batch_id, BATCH)

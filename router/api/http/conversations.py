@@ -95,6 +95,7 @@ class ConversationEndpoints:
         ]
 
     async def create(self, request: Request) -> ASGIApp:
+        """Answers `POST /v1/conversations`."""
         content = await self._reader.content(request) if _has_body(request) else b"{}"
         name = uuid.uuid4().hex
         body, items = await self._reader.decoded(content, ConversationBody, lambda one: as_items(one.items or (), name))
@@ -109,11 +110,13 @@ class ConversationEndpoints:
         return json_response(conversation)
 
     async def get(self, request: Request) -> ASGIApp:
+        """Answers `GET /v1/conversations/{conversation_id}`."""
         conversation_id = _id_of(request)
         objects = self._history.required(conversation_id, CONVERSATION).objects
         return json_response((await objects.get(self._history.tenant(request), CONVERSATION, conversation_id)).object)
 
     async def update(self, request: Request) -> ASGIApp:
+        """Answers `POST /v1/conversations/{conversation_id}`."""
         conversation_id = _id_of(request)
         body, _ = await self._reader.decoded(await self._reader.content(request), MetadataBody, lambda one: None)
         objects = self._history.required(conversation_id, CONVERSATION).objects
@@ -122,12 +125,14 @@ class ConversationEndpoints:
         return json_response(await objects.change(tenant, CONVERSATION, conversation_id, lambda old: old | changed))
 
     async def delete(self, request: Request) -> ASGIApp:
+        """Answers `DELETE /v1/conversations/{conversation_id}`."""
         conversation_id = _id_of(request)
         objects = self._history.required(conversation_id, CONVERSATION).objects
         await objects.delete(self._history.tenant(request), CONVERSATION, conversation_id)
         return json_response({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
     async def add(self, request: Request) -> ASGIApp:
+        """Answers `POST /v1/conversations/{conversation_id}/items`."""
         conversation_id, name = _id_of(request), uuid.uuid4().hex
         _check_included(request)
         content = await self._reader.content(request)
@@ -145,12 +150,14 @@ class ConversationEndpoints:
         return json_response(listing(found, has_more=has_more))
 
     async def item(self, request: Request) -> ASGIApp:
+        """Answers `GET /v1/conversations/{conversation_id}/items/{item_id}`."""
         conversation_id, item_id = _id_of(request), id_of(request, "item_id", ITEM)
         _check_included(request)
         store, tenant = self._items(conversation_id), self._history.tenant(request)
         return json_response(await store.item(tenant, conversation_id, item_id))
 
     async def delete_item(self, request: Request) -> ASGIApp:
+        """Answers `DELETE /v1/conversations/{conversation_id}/items/{item_id}`."""
         conversation_id, item_id = _id_of(request), id_of(request, "item_id", ITEM)
         store, tenant = self._items(conversation_id), self._history.tenant(request)
         return json_response(await store.delete_item(tenant, conversation_id, item_id))

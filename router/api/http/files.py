@@ -59,6 +59,7 @@ class FileEndpoints:
         ]
 
     async def create(self, request: Request) -> ASGIApp:
+        """Answers `POST /v1/files`."""
         form, tenant = _Form(_boundary(request)), self._history.tenant(request)
         files, file_id = FileStore(self._history.to_write("file").objects), f"file-{uuid.uuid4().hex}"
         await files.begin(tenant, file_id)
@@ -99,15 +100,18 @@ class FileEndpoints:
         return json_response(listing(files, has_more=has_more))
 
     async def get(self, request: Request) -> ASGIApp:
+        """Answers `GET /v1/files/{file_id}`."""
         return json_response(await self._file(request))
 
     async def content(self, request: Request) -> ASGIApp:
+        """Answers `GET /v1/files/{file_id}/content`."""
         file, tenant = await self._file(request), self._history.tenant(request)
         pieces = FileStore(self._objects(file["id"])).content(tenant, file["id"])
         headers = {"content-length": str(file["bytes"]), "x-content-type-options": "nosniff"}
         return StreamingResponse(pieces, headers=headers, media_type="application/octet-stream")
 
     async def delete(self, request: Request) -> ASGIApp:
+        """Answers `DELETE /v1/files/{file_id}`."""
         file_id = _id_of(request)
         await self._objects(file_id).delete(self._history.tenant(request), FILE, file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})

@@ -93,6 +93,7 @@ class MessageBatchEndpoints:
         ]
 
     async def create(self, request: Request) -> ASGIApp:
+        """Answers `POST /v1/messages/batches`."""
         content, tenant = await self._reader.content(request), self._history.tenant(request)
         body, _ = await self._reader.decoded(content, MessageBatchBody, lambda one: None)
         self._history.to_write("batch")
@@ -112,6 +113,7 @@ class MessageBatchEndpoints:
         return json_response(_shown(batch))
 
     async def get(self, request: Request) -> ASGIApp:
+        """Answers `GET /v1/messages/batches/{message_batch_id}`."""
         return json_response(_shown(await self._batch(request)))
 
     async def listed(self, request: Request) -> ASGIApp:
@@ -149,6 +151,7 @@ class MessageBatchEndpoints:
         return json_response({"id": batch["id"], "type": "message_batch_deleted"})
 
     async def results(self, request: Request) -> ASGIApp:
+        """Answers `GET /v1/messages/batches/{message_batch_id}/results`."""
         batch = await self._batch(request)
         if batch["status"] == RUNNING:
             raise InvalidRequestError("message_batch_id", batch["id"], "must have ended before it has results")

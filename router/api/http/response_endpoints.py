@@ -97,6 +97,7 @@ class ResponseEndpoints:
         ]
 
     async def create(self, request: Request) -> ASGIApp:
+        """Answers `POST /v1/responses`."""
         submission, content = await self._reader.submission(request)
         owner = self._history.tenant(request)
         made = await self._prepared(content, tenant_of(request), owner, submission)
@@ -185,6 +186,7 @@ class ResponseEndpoints:
         return made.queued(model), answer_events(opening, partial(made.events, save), made.submission, None)
 
     async def get(self, request: Request) -> ASGIApp:
+        """Answers `GET /v1/responses/{response_id}`."""
         asked, tenant = request.query_params, self._history.tenant(request)
         response_id = id_of(request, "response_id", RESPONSE)
         stored = await self._history.required(response_id).get(tenant, response_id)
@@ -197,6 +199,7 @@ class ResponseEndpoints:
         return EventStream(background.stream(tenant, response_id, after), headers_of(request))
 
     async def cancel(self, request: Request) -> ASGIApp:
+        """Answers `POST /v1/responses/{response_id}/cancel`."""
         response_id, background = id_of(request, "response_id", RESPONSE), self._history.background
         if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
             check_json(request)
@@ -205,6 +208,7 @@ class ResponseEndpoints:
         return json_response(await background.cancel(self._history.tenant(request), response_id))
 
     async def delete(self, request: Request) -> ASGIApp:
+        """Answers `DELETE /v1/responses/{response_id}`."""
         response_id = id_of(request, "response_id", RESPONSE)
         await self._history.required(response_id).delete(self._history.tenant(request), response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})

@@ -78,12 +78,14 @@ class StateEndpoints:
         ]
 
     async def models(self, request: Request) -> ASGIApp:
+        """Answers `GET /v1/models`."""
         models = self._requests.models()
         said = [self._model(model) for model in models]
         said += [self._adapter(one, model) for model in models for one in self._requests.adapters.of(model.name)]
         return json_response({"object": "list", "data": said})
 
     async def model(self, request: Request) -> ASGIApp:
+        """Answers `GET /v1/models/{model:path}`."""
         name = request.path_params["model"]
         model = self._requests.model(name)
         served = None if name == model.name else self._requests.adapters.find(name)
@@ -118,9 +120,11 @@ class StateEndpoints:
         return json_response({"warnings": list(warnings)}) if warnings else Response()
 
     async def version(self, request: Request) -> ASGIApp:
+        """Answers `GET /version`."""
         return json_response({"version": version("holdfast")})
 
     async def load(self, request: Request) -> ASGIApp:
+        """Answers `GET /load`."""
         host = self._dispatch_host
         replicas = [
             {
@@ -138,13 +142,16 @@ class StateEndpoints:
         )
 
     async def cluster(self, request: Request) -> ASGIApp:
+        """Answers `GET /cluster`."""
         sessions = self._requests.sessions
         return json_response(cluster_view(self._dispatch_host, self.overload, sessions, is_killable=self._is_killable))
 
     async def openapi(self, request: Request) -> ASGIApp:
+        """Answers `GET /openapi.json`."""
         return json_response(description())
 
     async def metrics(self, request: Request) -> ASGIApp:
+        """Answers `GET /metrics`."""
         samples = router_samples(
             self._requests.stats,
             self._dispatch_host,

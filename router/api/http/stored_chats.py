@@ -85,6 +85,7 @@ class StoredChats:
         return json_response(listing(chats, has_more=has_more))
 
     async def get(self, request: Request) -> ASGIApp:
+        """Answers `GET /v1/chat/completions/{completion_id}`."""
         return json_response((await self._stored(request)).object)
 
     async def messages(self, request: Request) -> ASGIApp:
@@ -93,6 +94,7 @@ class StoredChats:
         return json_response(page_of((await self._stored(request)).input, page))
 
     async def update(self, request: Request) -> ASGIApp:
+        """Answers `POST /v1/chat/completions/{completion_id}`."""
         completion_id = _id_of(request)
         body, _ = await self._reader.decoded(await self._reader.content(request), MetadataBody, lambda one: None)
         changed, tenant = {"metadata": body.metadata or {}}, self._history.tenant(request)
@@ -100,6 +102,7 @@ class StoredChats:
         return json_response(await objects.change(tenant, CHAT, completion_id, lambda old: old | changed))
 
     async def delete(self, request: Request) -> ASGIApp:
+        """Answers `DELETE /v1/chat/completions/{completion_id}`."""
         completion_id = _id_of(request)
         await self._objects(completion_id).delete(self._history.tenant(request), CHAT, completion_id)
         return json_response({"id": completion_id, "object": "chat.completion.deleted", "deleted": True})

@@ -28,6 +28,7 @@ def server_metadata() -> grpc_service_pb2.ServerMetadataResponse:
 
 
 def model_metadata(model: ModelStatus) -> grpc_service_pb2.ModelMetadataResponse:
+    """Answer to `ModelMetadata`: tensors of a model, their types and shapes."""
     tensor = grpc_service_pb2.ModelMetadataResponse.TensorMetadata
     return grpc_service_pb2.ModelMetadataResponse(
         name=model.name,
@@ -42,6 +43,7 @@ def model_metadata(model: ModelStatus) -> grpc_service_pb2.ModelMetadataResponse
 
 
 def model_config(model: ModelStatus) -> model_config_pb2.ModelConfig:
+    """Answer to `ModelConfig`, in Triton's form."""
     facts = model.facts
     said = {"max_model_len": facts.max_model_len, "vocab_size": facts.vocab_size, "fingerprint": facts.fingerprint}
     return model_config_pb2.ModelConfig(

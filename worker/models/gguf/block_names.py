@@ -19,13 +19,6 @@ BLOCKS: Final[Mapping[str, tuple[int, int]]] = {
 }
 """Numbers of a block, and the bytes that it takes."""
 
-UNIT_BYTES: Final[Mapping[str, float]] = {
-    **{kind: num_bytes / numbers for kind, (numbers, num_bytes) in BLOCKS.items()},
-    "Q4_K": 148 / 256,
-    "Q5_K": 180 / 256,
-}
-"""Bytes of a number in units (`native/units.h`): as in the file, but for six bits that become eight."""
-
 READ_KINDS: Final = (*FLOATS, *BLOCKS)
 
 

@@ -24,7 +24,6 @@ from holdfast.worker.executors.gpu.kernels.layers import tree_of
 PROGRAMS = tl.constexpr(64)
 WORDS = tl.constexpr(1024)
 """Words of a block."""
-MOST_RANKS = tl.constexpr(8)
 FLAGS = tl.constexpr(512)
 """Words of a share before its slots: a flag for each program of each rank."""
 LOOK_EVERY = tl.constexpr(128)
