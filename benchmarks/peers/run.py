@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from benchmarks.peers import gguf_models
+from benchmarks.peers import quantized_models
 from benchmarks.peers.alternation import Limits
 from benchmarks.peers.cases import chosen_cases
 from benchmarks.peers.folders import Folders
@@ -135,8 +135,9 @@ def _options() -> argparse.Namespace:
 
 
 def _models(names: str) -> list[str]:
-    if unknown := [name for name in names.split(",") if name not in MODELS and not gguf_models.is_gguf(name)]:
-        known = f"{', '.join(MODELS)}, and {'|'.join(gguf_models.SOURCES)}-{'|'.join(gguf_models.TYPES)}"
+    named = (quantized_models.is_gguf, quantized_models.is_folder)
+    if unknown := [one for one in names.split(",") if one not in MODELS and not any(is_one(one) for is_one in named)]:
+        known = f"{', '.join(MODELS)}, and {quantized_models.known_names()}"
         raise ValueError(f"models: no such model: {', '.join(unknown)}; there are {known}")
     return names.split(",")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from benchmarks.peers import gguf_models
+from benchmarks.peers import quantized_models
 from benchmarks.peers.alternation import Alternation, Limits, Say
 from benchmarks.peers.cases import CHECK, PROBE, Case, prompts
 from benchmarks.peers.folders import Folders
@@ -74,7 +74,7 @@ class Session:
             for server in servers:
                 server.close()
         self.say(f"{model}: comparing greedy ids with the float32 reference")
-        checks = self.compare(self.folders.served(model), prompts(CHECK, vocab_size, "check"), outputs)
+        checks = self.compare(self.folders.reference(model), prompts(CHECK, vocab_size, "check"), outputs)
         for name, check in checks.items():
             result.servers[name].check = check
         store()
@@ -134,7 +134,7 @@ def _weights_file(model: Path) -> Path:
 def _sizes(model: Path) -> tuple[int, int]:
     """(vocabulary, bytes that a decode step reads: all weights, but for a table of embeddings that is no head)."""
     if model.is_file():
-        return gguf_models.sizes(model)
+        return quantized_models.sizes(model)
     config = json.loads((model / "config.json").read_text())
     vocab_size, size = int(config["vocab_size"]), _weights_file(model).stat().st_size
     table = 0 if config.get("tie_word_embeddings") else vocab_size * int(config["hidden_size"]) * 2

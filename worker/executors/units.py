@@ -75,7 +75,9 @@ class Units:
     """Units of some rows of a weight."""
 
     codes: Tensor
-    """[rows, inputs], uint8."""
+    """[rows, inputs], uint8, or int8 where they are less by 128; or [rows, inputs / 2], uint8: of four bits, two in a
+    byte, the first in the low ones.
+    """
     scales: Tensor
     """[rows, units], of the form's type; bytes where they are times a factor, of whole units or of first halves."""
     offsets: Tensor | None

@@ -145,7 +145,7 @@ class CodedBytes:
         if table is not None and not any(map(is_head, shapes)):
             shapes[HEADS[0]] = table
         for name, shape in shapes.items():
-            if (scheme := scheme_for(quantization, name, shape)) is not None:
+            if _is_matrix(shape) and (scheme := scheme_for(quantization, name, shape)) is not None:
                 self._note_scheme(name, shape, scheme, _HALF)
 
     def _read_quantized(self, folder: Path) -> None:
@@ -162,6 +162,8 @@ class CodedBytes:
             own = scheme.of(module)
             if own is None or part not in _CODES or entry["dtype"] not in _CODE_DTYPES or is_table(f"{module}.weight"):
                 continue
+            if not _is_matrix(entry["shape"]):
+                continue  # which loading refuses
             shape = _shape_of(own, tuple(entry["shape"]))
             if self._in_units is None or not _has_order(entries, module, config):
                 self._note_scheme(f"{module}.weight", shape, own, _scale_bits(entries, module))
@@ -180,6 +182,10 @@ def _entries(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield from read_header(path)[0].items()
         except (OSError, ValueError, RecursionError, struct.error):
             continue
+
+
+def _is_matrix(shape: Sequence[int]) -> bool:
+    return len(shape) == 2 and 0 not in shape
 
 
 def _shape_of(scheme: WeightScheme, stored: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ error may be about twice that of the reference's arithmetic in the model's dtype
 """
 
 from dataclasses import dataclass, fields, is_dataclass
+from math import prod
 from typing import Final, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.mapped_files import MappedFiles
+from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.models.reference import Reference
 
 NUM_TOKENS: Final = 16
@@ -26,9 +28,9 @@ _FLOORS: Final = {torch.float32: 2e-5, torch.bfloat16: 2.0**-8, torch.float16: 2
 _QUANTILE: Final = 0.75
 """The share of rows that must agree. In a mixture of experts, some rows may choose others where two are close."""
 
-_MOST_REFERENCE_BYTES: Final = 1 << 30
-"""Most bytes of a rank's weights for which the reference executor runs the whole model: a second of CPU for about 400
-MB."""
+_MOST_REFERENCE_NUMBERS: Final = 1 << 28
+"""Most weights of a rank's share, however few bits each has, of which the reference executor runs the whole model: half
+a second of CPU for bfloat16."""
 
 _SMALLEST, _LARGEST = -2.0, 0.5
 """Powers of ten between which the rows of random states are scaled. A norm's wrong epsilon shows in small rows only."""
@@ -127,7 +129,7 @@ def ask_reference(layout: DecoderLayout, group: TensorParallelGroup, *, max_len:
             layers.append(LayerAnswer(index=index, states=x, answer=answer))
         token_ids = torch.randint(layout.vocab_size, (num_tokens,), generator=generator)
         logits = None
-        if int(group.all_gather(torch.tensor([num_bytes(layout)]), dim=0).max()) <= _MOST_REFERENCE_BYTES:
+        if int(group.all_gather(torch.tensor([num_numbers(layout)]), dim=0).max()) <= _MOST_REFERENCE_NUMBERS:
             logits = _answer(own.run_model(token_ids), exact.run_model(token_ids), torch.zeros(()), floor)
     answers = [asked.answer for asked in layers] + ([] if logits is None else [logits])
     is_finite = all(answer.is_finite() for answer in answers)
@@ -176,13 +178,15 @@ def _worst_of_ranks(excess: Tensor, group: TensorParallelGroup) -> float:
     return float(group.all_gather(excess[None], dim=0).max())
 
 
-def num_bytes(part: object) -> int:
-    """Bytes of the tensors of a part of a layout; a tied table counts twice."""
+def num_numbers(part: object) -> int:
+    """Numbers that a part of a layout has, stored ones once they are dequantized; a tied table counts twice."""
     if isinstance(part, Tensor):
-        return part.nbytes
+        return part.numel()
+    if isinstance(part, StoredMatrix):
+        return prod(part.num_rows_columns)
     if isinstance(part, tuple):
-        return sum(map(num_bytes, part))
-    return sum(num_bytes(getattr(part, field.name)) for field in fields(part)) if is_dataclass(part) else 0
+        return sum(map(num_numbers, part))
+    return sum(num_numbers(getattr(part, field.name)) for field in fields(part)) if is_dataclass(part) else 0
 
 
 def _kind(part: object) -> object:

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from holdfast.worker.config import Quantization
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.cpu.searched_codes import searched_codes
+from holdfast.worker.executors.cpu.weight_codes import eight_bit_codes, searched_codes
 from holdfast.worker.executors.mapped_files import discard_contents
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.models.quantization.codes import Codes, PackedCodes, PlainCodes
-from holdfast.worker.models.quantization.eight_bits import eight_bit_codes
 from holdfast.worker.models.quantization.rule import HEADS, has_layers_experts, is_head, is_table, scheme_for
 from holdfast.worker.models.quantization.scheme import WeightScheme
 from holdfast.worker.models.quantization.stored_parts import UNUSED

@@ -26,7 +26,7 @@ from holdfast.worker.executors.layout import (
 from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.mapped_files import MappedFiles
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2, ShortConv
-from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.executors.stored_matrix import StoredMatrix, for_all
 from holdfast.worker.models.reference_functions import (
     activated,
     delta_rule,
@@ -381,8 +381,13 @@ class Reference:
         rows = max(1, CONVERTED_AT_A_TIME // weight.shape[1])
         if isinstance(weight, StoredMatrix):
             dtype = self._layout.dtype if is_rounded else x.dtype
-            parts = [weight[first : first + rows].to(dtype).to(x.dtype) for first in range(0, len(weight), rows)]
-            return torch.cat([F.linear(x, part) for part in parts], -1)
+            parts: dict[int, Tensor] = {}
+
+            def multiply(first: int) -> None:
+                parts[first] = F.linear(x, weight[first : first + rows].to(dtype).to(x.dtype))
+
+            for_all(multiply, starts := range(0, len(weight), rows))
+            return torch.cat([parts[first] for first in starts], -1)
         y = product(x, weight, None, rows)
         if self._files is not None and weight.nbytes >= GIVEN_BACK_FROM:
             self._files.give_back(weight)

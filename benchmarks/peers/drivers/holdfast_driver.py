@@ -7,11 +7,15 @@ from typing import Any
 from line_server import Generate, Output, Prompts, Sampling, serve, split_at
 
 from holdfast import LLM, SamplingParams, StructuredOutputs
+from holdfast.worker.executors.cpu import library
 
 
 def load(model: str, settings: dict[str, Any]) -> Generate:
+    ours = dict(settings["ours"])
+    if (chosen := ours.pop("instruction_class", None)) is not None:
+        library.runnable_classes = lambda: [chosen]
     shared = {name: settings[name] for name in ("dtype", "max_model_len", "max_num_seqs", "num_threads")}
-    llm = LLM(model, **{**shared, "kv_cache_memory": settings["kv_cache_bytes"], **settings["ours"]})
+    llm = LLM(model, **{**shared, "kv_cache_memory": settings["kv_cache_bytes"], **ours})
 
     def generate(prompts: Prompts, max_tokens: int, split: bool, sampling: Sampling) -> Output:
         plain = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

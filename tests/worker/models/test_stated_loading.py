@@ -65,11 +65,11 @@ def test_a_model_that_the_executor_gets_wrong_runs_on_the_hf_backend_as_ever(tmp
         loaded(folder, executor="native")
 
 
-@pytest.mark.parametrize("most_bytes", [1 << 30, 0])
+@pytest.mark.parametrize("most_numbers", [1 << 28, 0])
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
-def test_a_weight_that_is_no_number_is_named(tmp_path, monkeypatch, name, most_bytes):
+def test_a_weight_that_is_no_number_is_named(tmp_path, monkeypatch, name, most_numbers):
     """Also of a model that is too large for the reference to run as a whole."""
-    monkeypatch.setattr(proof, "_MOST_REFERENCE_BYTES", most_bytes)
+    monkeypatch.setattr(proof, "_MOST_REFERENCE_NUMBERS", most_numbers)
     folder = saved("qwen2", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors[name].fill_(torch.nan)
@@ -127,9 +127,9 @@ def test_a_number_that_the_chosen_dtype_does_not_have_is_an_overflow(tmp_path):
         loaded(folder, dtype="float16")
 
 
-@pytest.mark.parametrize("most_bytes", [1 << 30, 0])
-def test_a_large_model_is_checked_by_its_layers(tmp_path, monkeypatch, most_bytes):
-    monkeypatch.setattr(proof, "_MOST_REFERENCE_BYTES", most_bytes)
+@pytest.mark.parametrize("most_numbers", [1 << 28, 0])
+def test_a_large_model_is_checked_by_its_layers(tmp_path, monkeypatch, most_numbers):
+    monkeypatch.setattr(proof, "_MOST_REFERENCE_NUMBERS", most_numbers)
     reference = proof.Reference.run_model
     calls: list[int] = []
 
@@ -139,4 +139,4 @@ def test_a_large_model_is_checked_by_its_layers(tmp_path, monkeypatch, most_byte
 
     monkeypatch.setattr(proof.Reference, "run_model", noted)
     assert isinstance(loaded(saved("mistral", tmp_path)).backend, NativeBackend)
-    assert len(calls) == (2 if most_bytes else 0)
+    assert len(calls) == (2 if most_numbers else 0)

@@ -11,7 +11,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.cache import MAX_HEAD_DIM, TiledCache
 from holdfast.worker.executors.cpu.library import check_outcome
-from holdfast.worker.executors.cpu.packing import DTYPES
+from holdfast.worker.executors.cpu.part_packing import DTYPES
 from holdfast.worker.executors.cpu.products import ROWS_AS, NativePool
 from holdfast.worker.executors.cpu.running_step import array_address
 from holdfast.worker.executors.cpu.structures import (

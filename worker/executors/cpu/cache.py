@@ -14,7 +14,7 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import IntArray, StepBatch
 from holdfast.worker.executors.block_bytes import BlockBytes, Bytes
-from holdfast.worker.executors.cpu.packing import DTYPES
+from holdfast.worker.executors.cpu.part_packing import DTYPES
 from holdfast.worker.executors.cpu.prefault import KvPrefault, Pages
 from holdfast.worker.executors.cpu.tile_memory import address_of
 from holdfast.worker.executors.kv_cache import KVSpec

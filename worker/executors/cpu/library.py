@@ -138,13 +138,16 @@ def _declared(library: CDLL) -> CDLL:
     _declare(
         library,
         "native_pack_units",
-        *(c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_long, c_int, POINTER(NativeUnits), c_void_p),
+        *(c_int, *(c_void_p,) * 6, c_long, c_int, POINTER(NativeUnits), c_void_p),
     )
     _declare(library, "native_compact_bytes", c_long, c_int)
     _declare(library, "native_compact", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)
     _declare(library, "native_expand", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)
     searched = (c_void_p, c_int, c_long, c_long, c_long, c_int, c_void_p, c_void_p)
     _declare(library, "native_search_codes", c_int, *searched)
+    _declare(library, "native_largest", c_int, c_void_p, c_int, c_long, c_long, c_long, c_void_p)
+    rounded = (c_void_p, c_int, c_long, c_long, c_long, c_void_p, c_int, c_void_p)
+    _declare(library, "native_round_codes", None, *rounded)
     _declare(library, "native_places", None, c_int, c_void_p)
     _declare(library, "native_decoder_create", c_void_p, POINTER(NativeModel), c_int, c_void_p)
     _declare(library, "native_decoder_destroy", c_int, c_void_p)

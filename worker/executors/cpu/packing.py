@@ -3,28 +3,19 @@ The layout's linears are used up: what they held is given back as it is packed, 
 """
 
 import ctypes
-from collections.abc import Mapping
 from ctypes import CDLL
-from types import MappingProxyType
 from typing import Any, Final
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from holdfast.worker.executors.adapters import adaptable
 from holdfast.worker.executors.cpu.adapters import Site
-from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.packed_rows import (
-    NO_ROW,
-    IntArray,
     gate_and_up,
     in_dtype,
     padded_places,
-    placed,
-    row_addresses,
-    with_rows,
 )
+from holdfast.worker.executors.cpu.part_packing import DTYPES, GROUP, PIECE_BYTES, TILE, PartPacker
 from holdfast.worker.executors.cpu.states import recurrence_numbers
 from holdfast.worker.executors.cpu.structures import (
     NativeBeside,
@@ -35,28 +26,20 @@ from holdfast.worker.executors.cpu.structures import (
     NativeLinear,
     NativeMlp,
     NativeModel,
-    NativeNorm,
     NativeRecurrence,
     NativeRotary,
     NativeShortConv,
     NativeTokenInputs,
-    NativeUnits,
 )
 from holdfast.worker.executors.cpu.tile_memory import (
     Arena,
     Compactor,
-    CompactTiles,
     FreedWeights,
-    PlainTiles,
-    TileMemory,
-    TileShape,
     address_of,
     is_tied,
     linears,
     mapped_memory,
 )
-from holdfast.worker.executors.cpu.unit_packing import PackedUnits, pack_units
-from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.layout import (
     Activation,
     Attention,
@@ -74,14 +57,6 @@ from holdfast.worker.executors.layout_arithmetic import QueryScale
 from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2, ShortConv
 
-GROUP: Final = 64
-"""Outputs that are computed together."""
-TILE: Final = 32
-"""Inputs of a tile."""
-PIECE_BYTES: Final = 16 << 20
-"""Packed together, and then given back: so much of the weights is in memory twice."""
-DTYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-
 _ACTIVATIONS: Final = (
     Activation.SILU,
     Activation.GELU,
@@ -94,12 +69,8 @@ _SCORINGS: Final = ("softmax", "softmax_of_top", "sigmoid")
 _EACH_HEAD, _ALL_HEADS, _OWN_WEIGHTS = 0, 1, 2
 
 
-class PackedModel:
+class PackedModel(PartPacker):
     """One rank's share of a model in the native executor's form. `model` and what it points to live as long as this."""
-
-    _spent: FreedWeights | None = None
-    _places: Mapping[int, tuple[int, str]] = MappingProxyType({})
-    """Number and place of each linear that adapters may add to, by its identity."""
 
     def __init__(
         self,
@@ -345,125 +316,11 @@ class PackedModel:
             interleaved=int(rotary.interleaved),
         )
 
-    def _norm(self, norm: Norm | None) -> NativeNorm:
-        if norm is None:
-            return NativeNorm()
-        return NativeNorm(
-            weight=self._floats(norm.weight),
-            bias=None if norm.bias is None else self._floats(norm.bias),
-            eps=norm.eps,
-            is_layer_norm=int(norm.kind == "layer"),
-        )
-
-    def _linear(self, linear: Linear, *, slices: int = 1, rows: IntArray | None = None) -> NativeLinear:
-        """Packs a linear. `rows` says which output of the linear each packed one is; -1: zeros."""
-        in_order = rows is None and len(linear.weights) == 1
-        rows = np.arange(linear.out_features) if rows is None else rows
-        groups = -(-len(rows) // GROUP)
-        rows = np.concatenate([rows, np.full(groups * GROUP - len(rows), NO_ROW)])
-        slice_tiles = -(-(linear.in_features // slices) // TILE)
-        k_tiles = slices * slice_tiles
-        if linear.units:
-            spent = self._spent is not None
-            memory_of = self._arena, self._library, self._pool
-            packed = pack_units(linear.units, rows, *memory_of, uses_up=spent)
-            return self._described(linear, rows, slices, slice_tiles, packed)
-        memory = self._memory(TileShape(len(rows), k_tiles * TILE * self._itemsize, k_tiles))
-        if self._arena.is_packed:
-            if self._spent is not None:
-                self._spent.read(linear.weights, slice(None))
-        else:
-            self._pack(linear, rows, memory, slices=slices, in_order=in_order)
-        return self._described(linear, rows, slices, slice_tiles, memory)
-
-    def _described(
-        self, linear: Linear, rows: IntArray, slices: int, slice_tiles: int, memory: TileMemory | PackedUnits
-    ) -> NativeLinear:
-        units = memory if isinstance(memory, PackedUnits) else None
-        self._kept.append(units)
-        site, place = self._places.get(id(linear), (0, ""))
-        if site:
-            self.sites[place] = Site(rows, slices, linear.in_features // slices, slice_tiles * TILE)
-        return NativeLinear(
-            tiles=memory.address,
-            site=site,
-            bias=None if linear.bias is None else self._floats(placed(linear.bias, rows)),
-            slices=slices,
-            slice_tiles=slice_tiles,
-            groups=len(rows) // GROUP,
-            outputs=linear.out_features,
-            panel_bytes=memory.panel_bytes,
-            units=NativeUnits() if units is None else units.form,
-            panels=None if units is None else units.panels,
-        )
-
-    def _memory(self, shape: TileShape) -> TileMemory:
-        return (
-            PlainTiles(self._arena, shape)
-            if self._compactor is None
-            else CompactTiles(self._arena, shape, self._compactor)
-        )
-
-    def _pack(self, linear: Linear, rows: IntArray, memory: TileMemory, *, slices: int, in_order: bool) -> None:
-        """Writes a linear's tiles to memory, a piece after the other."""
-        slice_length = linear.in_features // slices
-        slice_tiles = -(-slice_length // TILE)
-        weights = [with_rows(weight) for weight in linear.weights]
-        addresses = row_addresses(weights)
-        pointers = np.where(rows == NO_ROW, 0, addresses[rows]).astype(np.uint64)
-        step = _rows_of_piece(slices * slice_tiles * TILE * self._itemsize)
-        for weight in () if in_order else weights:
-            check_finite(weight)
-        for first in range(0, len(rows), step):
-            piece = pointers[first : first + step]
-            if in_order:
-                check_finite(weights[0][first : first + step])
-            layout = (slices, slice_length, slice_tiles, self.dtype)
-            outcome = self._library.native_pack(self._pool, piece.ctypes.data, len(piece), *layout, memory.room(first))
-            check_outcome(outcome, "the packing of a weight")
-            memory.written(first, len(piece))
-            if self._spent is not None and in_order:
-                self._spent.read(linear.weights, slice(first, first + step))
-        if self._spent is not None and not in_order:
-            self._spent.read(linear.weights, slice(None))
-
-    def _embedding(self, table: Tensor, *, is_kept: bool = True) -> int:
-        """The table as it is: rows are read from it, in a file or in memory. Unless it `is_kept`, pages of a file that
-        the check has read are given back.
-        """
-        if not self._arena.is_packed:
-            for first in range(0, len(table), rows := max(1, PIECE_BYTES // table[0].nbytes)):
-                check_finite(table[first : first + rows])
-                if not is_kept and self._spent is not None:
-                    self._spent.give_back(table[first : first + rows])
-        return self._address(table.contiguous())
-
-    def _floats(self, tensor: Tensor) -> int:
-        """A float32 copy, readable somewhat beyond its end: rows are read sixteen numbers at a time."""
-        flat = tensor.detach().float().flatten()
-        copy = torch.zeros(-(-len(flat) // 16) * 16 + 16)
-        copy[: len(flat)] = flat
-        return self._address(copy)
-
-    def _lines(self, rows: Tensor) -> int:
-        """A float32 copy of [rows, n], each row filled up to whole sixteens."""
-        filled = torch.zeros(len(rows), -(-rows.shape[1] // 16) * 16)
-        filled[:, : rows.shape[1]] = rows.detach().float()
-        return self._floats(filled)
-
-    def _address(self, tensor: Tensor) -> int:
-        self._kept.append(tensor)
-        return tensor.data_ptr()
-
 
 def _head_norms(norm: Norm | None, head_dim: int, num_heads: int) -> int:
     if norm is None or norm.weight.numel() == head_dim:
         return _EACH_HEAD
     return _OWN_WEIGHTS if norm.weight.dim() == 2 else _ALL_HEADS
-
-
-def _rows_of_piece(row_bytes: int) -> int:
-    return max(1, PIECE_BYTES // (row_bytes * GROUP)) * GROUP
 
 
 def _room_bytes(layout: DecoderLayout) -> int:

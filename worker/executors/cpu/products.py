@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.executors.cpu.library import check_outcome, load_library
-from holdfast.worker.executors.cpu.packing import DTYPES, GROUP, TILE
+from holdfast.worker.executors.cpu.part_packing import DTYPES, GROUP, TILE
 from holdfast.worker.executors.cpu.structures import NativeLinear
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.finite import check_finite

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,6 +26,8 @@ PIECE_CODES: Final = 4 << 20
 """Codes that are read, a byte each, and then packed."""
 
 IntArray = NDArray[np.int64]
+
+_FROM_LOWEST, _FROM_MIDDLE, _PAIRS = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +116,8 @@ class _Piece:
         self.scales, self.offsets, self.factors = (np.zeros_like(self.codes) for _ in range(3))
         self._offset = offset
         self._kept: list[object] = []
+        self._stored = np.zeros(len(rows), dtype=np.uint8)
+        """Form of each row's codes, by its number in `native/packing_units.cpp`."""
         first = 0
         for weight in weights:
             there = weight.rows[1] - weight.rows[0]
@@ -121,11 +126,12 @@ class _Piece:
             first += len(weight)
 
     @property
-    def addresses(self) -> tuple[int, int, int | None, int | None]:
-        """Addresses of the four arrays."""
+    def addresses(self) -> tuple[int, int, int, int | None, int | None]:
+        """Addresses of the five arrays."""
         offsets = None if self._offset is Offset.MIDDLE else array_address(self.offsets)
         factors = array_address(self.factors) if self._offset.num_factors else None
-        return array_address(self.codes), array_address(self.scales), offsets, factors
+        own = array_address(self.codes), array_address(self._stored), array_address(self.scales)
+        return *own, offsets, factors
 
     def _read(self, weight: StoredMatrix, own: IntArray, places: IntArray) -> None:
         """Rows of a weight, and where in the piece they are: some that follow one another at a time, by all threads."""
@@ -145,7 +151,7 @@ class _Piece:
     def _note(self, units: Units, places: IntArray) -> None:
         self._kept.append(units)
         check_finite(units.scales)
-        self.codes[places] = _row_addresses(units.codes)
+        self.codes[places], self._stored[places] = _row_addresses(units.codes), _stored(units)
         self.scales[places] = _row_addresses(units.scales)
         if units.offsets is not None:
             check_finite(units.offsets)
@@ -153,6 +159,12 @@ class _Piece:
         if units.factors is not None:
             check_finite(units.factors)
             self.factors[places] = _row_addresses(units.factors)
+
+
+def _stored(units: Units) -> int:
+    if units.codes.dtype == torch.int8:
+        return _FROM_MIDDLE
+    return _FROM_LOWEST if units.codes.shape[1] == units.scales.shape[1] * UNIT else _PAIRS
 
 
 def _row_addresses(tensor: Tensor) -> IntArray:

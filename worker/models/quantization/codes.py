@@ -54,6 +54,10 @@ class UnsignedCodes(Protocol):
         """Like `Codes.read`, as uint8 with nothing subtracted."""
         ...
 
+    def of_units(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """The same in a form of `Units.codes`, a view where they lie so; columns in whole units."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FloatingCodes:
@@ -102,6 +106,10 @@ class _SignedBytes:
         """See `UnsignedCodes`."""
         return self.stored[slice(*rows), slice(*columns)].view(torch.uint8) ^ 128
 
+    def of_units(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """See `UnsignedCodes`."""
+        return self.stored[slice(*rows), slice(*columns)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedCodes:
@@ -135,6 +143,13 @@ class PackedCodes:
     def read_unsigned(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         """See `UnsignedCodes`."""
         return self._unpacked(rows, columns)
+
+    def of_units(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
+        """See `UnsignedCodes`."""
+        if self.is_transposed or self.packed_dim != 1 or self.order != IN_ORDER or self.stored.stride(1) != 1:
+            return self._unpacked(rows, columns).contiguous()
+        first, last = (column * self.bits // 8 for column in columns)
+        return self.stored.view(torch.uint8)[slice(*rows), first:last]
 
     def _unpacked(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         ranges = (columns, rows) if self.is_transposed else (rows, columns)

@@ -13,7 +13,8 @@ from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.build import CLASSES, IN_SOFTWARE
 from holdfast.worker.executors.cpu.library import Unavailable, load_library, missing_instructions
 from holdfast.worker.executors.cpu.packed_rows import IntArray
-from holdfast.worker.executors.cpu.packing import DTYPES, GROUP, PIECE_BYTES, TILE, PackedModel
+from holdfast.worker.executors.cpu.packing import PackedModel
+from holdfast.worker.executors.cpu.part_packing import DTYPES, GROUP, PIECE_BYTES, TILE
 from holdfast.worker.executors.cpu.tile_memory import Arena, Compactor
 from holdfast.worker.executors.linears import Linear
 

@@ -28,7 +28,7 @@ CHOSEN = (
     " or sixteen_exponents or of_those_with_whole or answers_the_same or kept_whole"
     " or among_all or parted or stored_by_the_rule or blocks_and_threads_have"
     " or bits_of_the_rule or they_have_apart or known_ones or neighbours_and_slots or any_of_its_drafts"
-    " or chunks_and_threads"
+    " or chunks_and_threads or company_and_in_chunks or beside_quantized"
 )
 BF16_ALONE = (
     " and not equal_logits and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
@@ -63,6 +63,7 @@ def test_no_sanitizer_complains(name, tmp_path):
             "known_answers",
             "delta_net",
             "short_conv",
+            "adapters",
             "families",
             "sampler",
             "sampler_searches",

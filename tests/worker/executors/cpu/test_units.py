@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast.worker.executors.cpu.library import runnable_classes
 from holdfast.worker.executors.cpu.packed_rows import IntArray, gate_and_up, padded_places
-from holdfast.worker.executors.cpu.packing import TILE
+from holdfast.worker.executors.cpu.part_packing import TILE
 from holdfast.worker.executors.cpu.structures import NativeLinear
 from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.stored_matrix import StoredMatrix

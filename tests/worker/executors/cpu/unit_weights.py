@@ -1,6 +1,7 @@
 """Units of the product, for the plain loop of their rule."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from holdfast.worker.executors.units import UNITS_TOGETHER, Offset, UnitForm, Units
@@ -8,7 +9,7 @@ from tests.reference.unit_products import UNIT, Floats, Ints, UnitWeight
 
 
 def weight_of_units(form: UnitForm, units: Units) -> UnitWeight:
-    codes = _whole(units.codes).reshape(len(units.codes), -1, UNIT)
+    codes = _codes(units).reshape(len(units.codes), -1, UNIT)
     offsets = None if units.offsets is None else units.offsets.float().numpy()
     if units.factors is not None:
         return _of_factors(form, units, codes)
@@ -19,6 +20,15 @@ def weight_of_units(form: UnitForm, units: Units) -> UnitWeight:
         zeros=offsets.astype(np.int64) if form.offset is Offset.ZERO_POINTS and offsets is not None else None,
         minima=offsets if form.offset is Offset.MINIMA else None,
     )
+
+
+def _codes(units: Units) -> Ints:
+    codes = _whole(units.codes)
+    if units.codes.dtype == torch.int8:
+        return codes + 128
+    if units.codes.shape[1] < units.scales.shape[1] * UNIT:
+        return np.stack((codes & 15, codes >> 4), -1)
+    return codes
 
 
 def _of_factors(form: UnitForm, units: Units, codes: Ints) -> UnitWeight:

@@ -9,11 +9,10 @@ import torch
 
 from holdfast.worker.config import ModelConfig, WorkerConfig
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.cpu.searched_codes import searched_codes
+from holdfast.worker.executors.cpu.weight_codes import eight_bit_codes, searched_codes
 from holdfast.worker.models.compact import compact_tensors
 from holdfast.worker.models.loading import load_model
 from holdfast.worker.models.quantization.codes import PackedCodes
-from holdfast.worker.models.quantization.eight_bits import eight_bit_codes
 from holdfast.worker.models.quantization.rule import scheme_for
 from holdfast.worker.models.quantizing_tensors import PlainWeight
 from holdfast.worker.models.weight_files import weight_bytes

@@ -9,8 +9,13 @@ namespace {
 
 enum { UNIT = 32, OUTPUTS = 32, LINE = 64, UNITS_TOGETHER = 8 };
 
+// How codes lie in their source: a byte each, counted from the lowest or from the middle, or two in a byte, the first in the
+// low bits.
+enum Stored { FROM_LOWEST, FROM_MIDDLE, PAIRS };
+
 struct UnitSource {
-  const uint8_t* const* codes;  // [outputs]: where each row's codes begin, a byte each, or null for a row of zeros
+  const uint8_t* const* codes;  // [outputs]: where each row's codes begin, or null for a row of zeros
+  const uint8_t* stored;        // [outputs]: how they lie there
   const char* const* scales;    // [outputs]: likewise its units' scales
   const char* const* offsets;   // [outputs]: likewise their minima, zero points, or second scales, if there are any
   const char* const* factors;   // [outputs]: likewise the factors of eight units each, if there are any
@@ -27,6 +32,18 @@ uint32_t word_of(const uint8_t* codes) {
   uint32_t word;
   memcpy(&word, codes, 4);
   return word;
+}
+
+// The codes of unit `u` of a row, a byte each from the lowest on: where they lie, or in `room`.
+const uint8_t* bytes_of(int stored, const uint8_t* row, int u, uint8_t* room) {
+  if (stored == FROM_LOWEST) return row + (long)u * UNIT;
+  if (stored == FROM_MIDDLE) {
+    for (int i = 0; i < UNIT; i++) room[i] = row[(long)u * UNIT + i] ^ 0x80;
+    return room;
+  }
+  const uint8_t* pairs = row + (long)u * UNIT / 2;
+  for (int i = 0; i < UNIT / 2; i++) room[2 * i] = pairs[i] & 0xf, room[2 * i + 1] = pairs[i] >> 4;
+  return room;
 }
 
 // Four codes of a row, as they lie in line `i`.
@@ -47,8 +64,10 @@ uint32_t four_codes(int bits, const uint8_t* codes, int i) {
 void pack_unit(const UnitSource& s, long n, int place, int u, char* out) {
   const int lines = s.lines();
   char* codes = out + place / 16 * lines * LINE + place % 16 * 4;
+  uint8_t room[UNIT];
+  const uint8_t* bytes = bytes_of(s.stored[n], s.codes[n], u, room);
   for (int i = 0; i < lines; i++) {
-    const uint32_t four = four_codes(s.form.bits, s.codes[n] + (long)u * UNIT, i);
+    const uint32_t four = four_codes(s.form.bits, bytes, i);
     memcpy(codes + i * LINE, &four, 4);
   }
   char *scales = out + 2 * lines * LINE, *offsets = scales + OUTPUTS * s.scale_bytes;
@@ -86,13 +105,13 @@ void pack_all_units(const void* argument, holdfast::Run& run) {
 
 }  // namespace
 
-extern "C" int native_pack_units(holdfast::Pool* pool, const uint8_t* const* codes, const char* const* scales,
-                                 const char* const* offsets, const char* const* factors, long outputs, int units,
+extern "C" int native_pack_units(holdfast::Pool* pool, const uint8_t* const* codes, const uint8_t* stored,
+                                 const char* const* scales, const char* const* offsets, const char* const* factors, long outputs, int units,
                                  const NativeUnits* form, char* out) {
   const bool are_bytes = form->offset == HF_BYTE_MINIMA || form->offset == HF_BYTE_HALVES;
   const int scale_bytes = are_bytes ? 1 : form->scales == HF_FLOAT_SCALES ? 4 : 2;
   const int offset_bytes = form->offset == HF_MINIMA ? scale_bytes : form->offset == HF_MIDDLE ? 0 : 1;
   const int num_factors = form->offset == HF_BYTE_MINIMA ? 2 : form->offset == HF_BYTE_HALVES ? 1 : 0;
-  UnitJob job = {{codes, scales, offsets, factors, *form, units, scale_bytes, offset_bytes, num_factors}, outputs / OUTPUTS, out};
+  UnitJob job = {{codes, stored, scales, offsets, factors, *form, units, scale_bytes, offset_bytes, num_factors}, outputs / OUTPUTS, out};
   return holdfast::run(pool, pack_all_units, &job);
 }

@@ -141,9 +141,75 @@ void write_codes(const float* x, int group, float scale, uint8_t* out) {
   }
 }
 
+// E4M3, rounded to even, of a magnitude of 448 at most, by its bits: 3 bits of mantissa, exponents from -6 on, below that
+// steps of 2^-9, which adding 2^14 rounds to.
+__m256i e4m3(__m256 x) {
+  const __m256i low = _mm256_set1_epi32(121 << 23), most = _mm256_set1_epi32(0x7ffff), one = _mm256_set1_epi32(1);
+  const __m256 rounder = _mm256_castsi256_ps(_mm256_set1_epi32(141 << 23)), signs = _mm256_set1_ps(-0.0f);
+  __m256i sign = _mm256_srli_epi32(_mm256_castps_si256(_mm256_and_ps(x, signs)), 24);
+  __m256 magnitude = _mm256_andnot_ps(signs, x);
+  __m256i bits = _mm256_castps_si256(magnitude);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 20), one);
+  __m256i normal = _mm256_add_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(120 << 23)), _mm256_add_epi32(most, odd));
+  __m256i small = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(magnitude, rounder)), _mm256_castps_si256(rounder));
+  __m256i code = _mm256_blendv_epi8(_mm256_srli_epi32(normal, 20), small, _mm256_cmpgt_epi32(low, bits));
+  return _mm256_or_si256(code, sign);
+}
+
+// Eight codes of 8 bits: numbers / scale, within `most`, rounded to even.
+void write_eight(__m256 x, __m256 scale, __m256 most, bool floating, uint8_t* out) {
+  __m256 steps = _mm256_div_ps(x, scale);
+  steps = _mm256_max_ps(_mm256_min_ps(steps, most), _mm256_sub_ps(_mm256_setzero_ps(), most));
+  __m256i codes = _mm256_and_si256(floating ? e4m3(steps) : _mm256_cvtps_epi32(steps), _mm256_set1_epi32(0xff));
+  __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1));
+  _mm_storel_epi64((__m128i*)out, _mm_packus_epi16(words, words));
+}
+
+// Eight numbers, of which `count` are there and the others 0.
+__m256 some_loaded(const void* p, long i, int dtype, long count) {
+  if (count >= 8) return loaded(p, i, dtype);
+  const int bytes = dtype == F32 ? 4 : 2;
+  alignas(32) char room[32] = {};
+  memcpy(room, (const char*)p + i * bytes, count * bytes);
+  return loaded(room, 0, dtype);
+}
+
 }  // namespace
 
 extern "C" {
+
+// The largest magnitude of each row of weights [rows, columns], `stride` numbers from row to row: out [rows]. Returns 1
+// where a weight is not finite.
+int native_largest(const void* weights, int dtype, long rows, long columns, long stride, float* out) {
+  const __m256 end = _mm256_set1_ps(FLT_MAX), sign = _mm256_set1_ps(-0.0f);
+  for (long r = 0; r < rows; r++) {
+    __m256 most = _mm256_setzero_ps(), odd = most;
+    for (long k = 0; k < columns; k += 8) {
+      __m256 magnitude = _mm256_andnot_ps(sign, some_loaded(weights, r * stride + k, dtype, columns - k));
+      most = _mm256_max_ps(most, magnitude);
+      odd = _mm256_or_ps(odd, _mm256_cmp_ps(magnitude, end, _CMP_NLE_UQ));
+    }
+    if (_mm256_movemask_ps(odd)) return 1;
+    out[r] = largest_of(most);
+  }
+  return 0;
+}
+
+// Codes of 8 bits [rows, columns] of weights, and scales [rows]: E4M3 if `floating`, else whole numbers.
+void native_round_codes(const void* weights, int dtype, long rows, long columns, long stride, const float* scales,
+                        int floating, uint8_t* codes) {
+  const __m256 most = _mm256_set1_ps(floating ? 448 : 127);
+  for (long r = 0; r < rows; r++) {
+    const __m256 scale = _mm256_set1_ps(scales[r]);
+    uint8_t* out = codes + r * columns;
+    for (long k = 0; k < columns; k += 8) {
+      const long count = columns - k;
+      uint8_t room[8];
+      write_eight(some_loaded(weights, r * stride + k, dtype, count), scale, most, floating, count < 8 ? room : out + k);
+      if (count < 8) memcpy(out + k, room, count);
+    }
+  }
+}
 
 // Codes, two in a byte, and scales [rows, groups] of weights [rows, columns], `stride` numbers from row to row. `group`
 // inputs share a scale: a multiple of HALVES, MOST at most, that divides the columns. Scales are numbers of the weights'

