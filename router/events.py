@@ -95,6 +95,14 @@ class SendTakePins:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendAhead:
+    """Tell a replica of a request that comes once its block source has computed the prompt: it fetches the blocks."""
+
+    replica_id: str
+    request: EngineRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
     """The request is over, with an error."""
 
@@ -106,7 +114,7 @@ class Fail:
         return self.key.request_id
 
 
-Action = SendSubmit | SendAbort | SendTakePins | OutputDelta | Fail
+Action = SendSubmit | SendAbort | SendAhead | SendTakePins | OutputDelta | Fail
 
 
 # --- out: queries ---

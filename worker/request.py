@@ -154,6 +154,8 @@ class BlockSource(NamedTuple):
     """Address of its link."""
     num_tokens: int
     """Tokens, from the first one on, whose blocks it has."""
+    is_computing: bool = False
+    """Whether it computes them now, and has them one after the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

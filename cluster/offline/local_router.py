@@ -15,7 +15,7 @@ from holdfast.cluster.offline.request_handle import RequestHandle
 from holdfast.cluster.tokenizers import load_tokenizer
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.events import SendAbort, SendSubmit, SendTakePins
+from holdfast.router.events import SendAbort, SendAhead, SendSubmit, SendTakePins
 from holdfast.router.generation import OutputDelta
 from holdfast.router.requests.request_admission import ServedAdapter
 from holdfast.router.requests.request_processor import Pipeline, RequestProcessor
@@ -92,6 +92,9 @@ class LocalReplica:
 
     def take_pins(self, action: SendTakePins) -> None:
         """There is no other replica that could leave."""
+
+    def fetch_ahead(self, action: SendAhead) -> None:
+        self._replica.engine.fetch_ahead(action.request)
 
     # --- on the engine's thread ---
 

@@ -12,7 +12,7 @@ from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_stream import OutputStream, Sink, UnreadLimit
-from holdfast.router.events import Action, ClusterEvent, Fail, SendAbort, SendSubmit, SendTakePins
+from holdfast.router.events import Action, ClusterEvent, Fail, SendAbort, SendAhead, SendSubmit, SendTakePins
 from holdfast.router.generation import OutputDelta
 from holdfast.router.operator_state import OperatorState
 from holdfast.worker.errors import HoldfastError, InternalError
@@ -37,6 +37,8 @@ class ReplicaPort(Protocol):
     def abort(self, action: SendAbort) -> None: ...
 
     def take_pins(self, action: SendTakePins) -> None: ...
+
+    def fetch_ahead(self, action: SendAhead) -> None: ...
 
 
 class Alarm(Protocol):
@@ -247,7 +249,7 @@ class DispatchHost:
         )
         self.news.append(event)
 
-    def _carry_out(self, action: SendSubmit | SendAbort | SendTakePins | Fail) -> None:
+    def _carry_out(self, action: SendSubmit | SendAbort | SendAhead | SendTakePins | Fail) -> None:
         match action:
             case SendSubmit():
                 self._ports[action.replica_id].submit(action)
@@ -255,13 +257,15 @@ class DispatchHost:
                 self._ports[action.replica_id].abort(action)
             case SendTakePins():
                 self._ports[action.replica_id].take_pins(action)
+            case SendAhead():
+                self._ports[action.replica_id].fetch_ahead(action)
             case Fail():
                 self._streams[action.key].fail(action.error)
                 self._end_stream(action.key)
 
     def _end_broken(self, action: Action) -> None:
-        """Ends the request of an action that raised. No caller waits for an abort, or for pins."""
-        if not isinstance(action, SendAbort | SendTakePins):
+        """Ends the request of an action that raised. No caller waits for an abort, blocks ahead or pins."""
+        if not isinstance(action, SendAbort | SendAhead | SendTakePins):
             key = action.request.sequence_key if isinstance(action, SendSubmit) else action.key
             if key in self._streams:
                 message = f"request {key.request_id} failed: internal error of the router"

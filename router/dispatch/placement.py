@@ -7,6 +7,7 @@ from typing import Final
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import AdmissionQueue
 from holdfast.router.dispatch.failures import Quarantine
+from holdfast.router.dispatch.policy import LOAD_BOUND
 from holdfast.router.dispatch.replica_registry import ReplicaRegistry
 from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
@@ -14,11 +15,11 @@ from holdfast.router.dispatch.request_stats import DispatchStats
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.dispatch.roles import Role
-from holdfast.router.events import Action, SendAbort, SendSubmit
+from holdfast.router.events import Action, SendAbort, SendAhead, SendSubmit
 from holdfast.router.token_bucket import TokenBucket
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import CapacityError, Fault, HoldfastError
-from holdfast.worker.request import NUM_STEPS_TO_CLEAR, PoisonRisk
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, BlockSource, PoisonRisk
 
 MAX_FULL_S: Final = 1.0
 """Longest time that a replica gets no new requests after it refused one for lack of room."""
@@ -78,6 +79,18 @@ class Placement:
         request = state.continuation(max(0.0, state.deadline - now), poison_risk, source)
         return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
 
+    def send_first(self, state: RequestState, replica: ReplicaState, now: float) -> list[Action]:
+        """`send` of a request that has waited here. One whose prompt is computed for another replica is told of there:
+        its blocks go on their way while the next ones are computed.
+        """
+        submission = self.send(state, replica, now)
+        target = self._registry.get(state.next_replica_id) if state.next_replica_id else None
+        if target is None or replica.role is not Role.PREFILL or not replica.sends_blocks_to(target):
+            return [submission]
+        source = BlockSource(replica.facts.address, len(state.request.prompt_token_ids), is_computing=True)
+        later = state.continuation(block_source=source)
+        return [submission, SendAhead(replica_id=target.facts.replica_id, request=later)]
+
     def drain(self, model: str, now: float) -> list[Action]:
         """Moves requests off retiring replicas, then sends waiting requests while there is room."""
         actions = self._vacate(model, now)
@@ -93,7 +106,7 @@ class Placement:
                 self.quarantine.begin_trial(state)
             if state.status.is_retry:
                 self._retries.take(1.0, now)
-            actions.append(self.send(state, replica, now))
+            actions += self.send_first(state, replica, now)
         return actions
 
     def drain_all(self, now: float) -> list[Action]:
@@ -284,13 +297,22 @@ class Placement:
             if state.attempt is None or state.attempt.replica.role is not Role.PREFILL:
                 del self.prefilled[state]
                 continue
-            target = None if state.status is RequestStatus.ON_TRIAL else self._choose(state)
+            target = None if state.status is RequestStatus.ON_TRIAL else self._next_of(state)
             if target is not None and target.role is not Role.PREFILL:
                 del self.prefilled[state]
                 moving_s = target.move_token_s(state.attempt.replica) * len(state.request.prompt_token_ids)
                 actions += self._move(state, target, now)
                 state.handed_on = state.attempt.number, moving_s
         return actions
+
+    def _next_of(self, state: RequestState) -> ReplicaState | None:
+        """The replica that decodes a request whose prompt is computed: the one that has its blocks already, unless it
+        is busier than another.
+        """
+        planned, chosen = self._registry.get(state.next_replica_id), self._choose(state)
+        if planned is None or chosen is None or not planned.takes_more() or planned.version != chosen.version:
+            return chosen
+        return planned if planned.score <= LOAD_BOUND * chosen.score + 1 else chosen
 
     def _move(self, state: RequestState, target: ReplicaState, now: float) -> list[Action]:
         """Ends an attempt, and begins one on another replica."""

@@ -8,9 +8,10 @@ from typing import Final
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.circuit_breaker import CircuitBreaker
+from holdfast.router.dispatch.load_table import PartOfLoads
 from holdfast.router.dispatch.policy import CLOSED, POLICIES, RandomIndex, RoutingSnapshot, set_bits
 from holdfast.router.dispatch.prefix_index import NO_MATCH
-from holdfast.router.dispatch.replica_state import ModelState, PartOfLoads, ReplicaState
+from holdfast.router.dispatch.replica_state import ModelState, ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.roles import Role, elsewhere_s, local_s
 from holdfast.router.dispatch.versions import position
@@ -124,14 +125,17 @@ class ReplicaRegistry:
         """The replica that computes a request's prompt: one that decodes it as well, unless one that hands it on has it
         sooner, or no other takes requests.
         """
+        state.next_replica_id = ""
         near, far = (self._snapshot(model, state, version, part) for part in model.table.parts)
         target, helper = self._pick(model, near), None
         if target is None or not (state.output_token_ids or state.request.group_id):
             helper = self._pick(model, far)
         if target is None or helper is None:
             return target or helper
-        is_sooner = helper.role is Role.PREFILL and self._is_sooner_elsewhere(model, state, near, far, target, helper)
-        return helper if is_sooner else target
+        if helper.role is not Role.PREFILL or not self._is_sooner_elsewhere(model, state, near, far, target, helper):
+            return target
+        state.next_replica_id = target.facts.replica_id
+        return helper
 
     def _is_sooner_elsewhere(
         self,

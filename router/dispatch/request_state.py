@@ -90,6 +90,8 @@ class RequestState:
     """The version whose replicas it waits for, beside the queue; empty while it is not parked."""
     replica_id: str = ""
     """The last replica that it ran on."""
+    next_replica_id: str = ""
+    """The replica that is to decode it, while another one computes its prompt."""
     handed_on: tuple[int, float] = (0, 0.0)
     """The attempt that it was handed on to, and the seconds that its blocks were to take."""
     num_steps: int = 0

@@ -15,7 +15,7 @@ import grpc
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.circuit_breaker import Backoff
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.events import SendAbort, SendSubmit, SendTakePins
+from holdfast.router.events import SendAbort, SendAhead, SendSubmit, SendTakePins
 from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
@@ -25,6 +25,7 @@ from holdfast.worker.progress import FrozenVerdict
 from holdfast.worker.step_update import Heartbeat, Hello, StepUpdate
 from holdfast.worker.wire.link_requests import (
     abort_message,
+    fetch_ahead_message,
     follow_cache_message,
     kill_message,
     set_log_level_message,
@@ -178,6 +179,9 @@ class ReplicaLink:
 
     def take_pins(self, action: SendTakePins) -> None:
         self._outbox.put_nowait(take_pins_message(action.address))
+
+    def fetch_ahead(self, action: SendAhead) -> None:
+        self._outbox.put_nowait(fetch_ahead_message(action.request))
 
     def kill(self) -> None:
         """The replica's process is to end at once, if it was started with that allowed."""

@@ -12,7 +12,7 @@ import pytest
 from holdfast.v1 import engine_pb2_grpc
 from holdfast.worker.cache.sealing import CheckSealer
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.engine import block_sockets
+from holdfast.worker.engine import block_sockets, tier_mover
 from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import BlockSource, EngineRequest
@@ -102,6 +102,27 @@ def test_a_prefix_that_another_replica_has_is_not_computed_again(num_ranks, fold
         assert stats.num_received_tokens >= 190
         assert stats.received_bytes > 0
         assert first.stats().num_sent_blocks >= 12
+
+
+def test_blocks_come_while_they_are_computed(folder, requests, monkeypatch):
+    """The second one is told of a prompt before the first one gets it, in chunks."""
+    monkeypatch.setattr(tier_mover, "PIECE_BYTES", 1 << 14)
+    worker = config(folder, None)
+    chunked = worker.model_copy(
+        update={"scheduler": worker.scheduler.model_copy(update={"max_num_batched_tokens": 32})}
+    )
+    one = requests[0]
+    with two_replicas(chunked) as (first, second):
+
+        def ask(address: str) -> None:
+            second.replica.engine.fetch_ahead(replace(one, block_source=BlockSource(address, EVERYWHERE, True)))
+            expected = first.ask(one)
+            assert second.ask(from_there(one, address)) == expected
+
+        on_links(first, second, ask)
+        stats = second.stats()
+        assert (stats.num_received_tokens, stats.num_prefix_hit_tokens) == (192, 192)
+        assert stats.received_bytes_per_s == {"": 1e9}, "the speed is that of computing"
 
 
 def test_states_come_with_their_prefix(tmp_path, prompts):

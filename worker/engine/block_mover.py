@@ -85,6 +85,8 @@ class Sender(NamedTuple):
 
     address: tuple[str, int]
     key: TransferKey
+    is_computing: bool = False
+    """Whether it computes them now: the speed is that of computing."""
 
 
 class _Fetch:
@@ -358,7 +360,8 @@ class BlockMover:
     def _note_received(self, fetch: _Fetch, sender: Sender, error: Exception | None) -> None:
         """The connection is closed. A piece that is not whole is handed on, and then what is missing is computed."""
         self.counts.num_received_bytes += fetch.num_bytes
-        self._note_speed(sender.address[0], time.monotonic() - fetch.began_s, fetch.num_bytes)
+        if not sender.is_computing:
+            self._note_speed(sender.address[0], time.monotonic() - fetch.began_s, fetch.num_bytes)
         if isinstance(error, WrongDigestError):
             self.counts.num_failures += 1
         if error is not None:

@@ -126,6 +126,11 @@ class EngineCore:
             return
         self._submit(request, listener, now, attempt)
 
+    def fetch_ahead(self, request: EngineRequest, now: float) -> None:
+        """Fetches blocks from the source of a request that comes later, as far as there is room."""
+        if self.tier is not None:
+            self.tier.restores.fetch_ahead(request, now)
+
     def _has_adapter(self, request: EngineRequest, listener: StepListener, now: float, attempt: Hashable) -> bool:
         """Whether the adapter of a request is resident; if it is not, the request waits for it, or is refused."""
         assert request.adapter is not None

@@ -184,7 +184,7 @@ class RankMover:
             self.mover.offer(ticket, key)
         else:
             host, port = parts["addresses"][self._group.rank]
-            self.mover.receive(ticket, Sender((host, port), key), names, piece)
+            self.mover.receive(ticket, Sender((host, port), key, parts["is_computing"]), names, piece)
 
     def _listen(self, host: str) -> None:
         """Listens; all ranks hear of all addresses. A rank on another host than the leader does so where it reaches the
@@ -274,10 +274,13 @@ class RankMovers:
         key: TransferKey,
         names: Sequence[bytes],
         piece: int,
+        *,
+        is_computing: bool = False,
     ) -> None:
         """Begins to receive blocks of a transfer on all ranks, each from its own of these addresses."""
         places = [(name, 0) for name in names]
-        self._order(Order.RECEIVE, ticket, piece, places, text=_key_text(key, addresses=list(addresses)))
+        text = _key_text(key, addresses=list(addresses), is_computing=is_computing)
+        self._order(Order.RECEIVE, ticket, piece, places, text=text)
 
     def _order(
         self,

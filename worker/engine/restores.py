@@ -29,6 +29,8 @@ ASKING_S: Final = 0.01
 """The same of one that another replica is asked for."""
 LEAST_S: Final = 0.1
 """A request is held for so long at most, if computing would take less."""
+MOST_AHEAD_S: Final = 60.0
+"""Blocks that another replica still computes are fetched for so long at most, while nobody waits for them."""
 MOST_HELD_S: Final = 30.0
 """And for so long, however long computing would take."""
 
@@ -85,12 +87,12 @@ class Restores:
             return None
         restore.tenant = request.tenant
         for other in self._restores.values():
-            if other.names[0] == restore.names[0] and not (other.is_over or other.is_handed_on):
-                other.priority = min(other.priority, request.priority)
+            if not other.is_over and not other.is_handed_on and restore.names[0] in other.names[other.num_taken :]:
+                self._join(other, restore, now)
                 return other
         if self._moving_s(restore) >= self._computing_time_s(restore):
             return None
-        return self._opened(restore, now)
+        return self._waiting(restore, now)
 
     def bring(self, prefix: PinnedPrefix, source: str, now: float) -> Restore | None:
         """Restores a prefix that the replica at this address has pinned, as far as it is not here; None: all of it is.
@@ -102,19 +104,51 @@ class Restores:
         if restore is None or not self._mover.can_ask:
             return None
         restore.tenant, restore.is_handed_on = prefix.tenant, True
-        return self._opened(restore, now)
+        return self._waiting(restore, now)
 
-    def _opened(self, restore: Restore, now: float) -> Restore:
-        self._num_restores += 1
-        restore.ticket = self._num_restores
-        restore.turn = sum(other.tenant == restore.tenant for other in self._restores.values())
+    def _waiting(self, restore: Restore, now: float) -> Restore:
+        """Opens a restore, which begins at once where it has room."""
         restore.due_s = now + MOST_HELD_S
         self._hold(restore, now)
-        self._restores[restore.ticket] = restore
-        self._moves.add(restore.ticket)
+        self._open(restore)
         if self._has_room(restore):
             self._begin(restore, now)
         return restore
+
+    def fetch_ahead(self, request: EngineRequest, now: float) -> None:
+        """Fetches a prefix for a request that comes later, from the replica that computes it now. Nobody waits for it
+        until then; where it has no room at once, or would not be here sooner, it is left.
+        """
+        source, token_ids = request.block_source, request.prompt_token_ids
+        if source is None or not self._mover.can_ask or self._slots is not None:
+            return
+        chain = HashChain(request.cache_salt, request.tenant, request.adapter_digest)
+        restore = self._promised(chain, token_ids, request.priority, source)
+        if restore is None or restore.source is None or any(one.names[0] in restore.names for one in self._ongoing()):
+            return
+        if self._moving_s(restore) >= self._computing_time_s(restore) or not self._has_room(restore):
+            return
+        restore.tenant, restore.is_begun = request.tenant, True
+        restore.computed_s = now + MOST_AHEAD_S
+        self._open(restore)
+        self._mover.ask(restore.ticket, source, restore.names, self._shape.piece, MOST_AHEAD_S)
+
+    def _ongoing(self) -> list[Restore]:
+        return [restore for restore in self._restores.values() if not restore.is_over]
+
+    def _open(self, restore: Restore) -> None:
+        self._num_restores += 1
+        restore.ticket = self._num_restores
+        restore.turn = sum(other.tenant == restore.tenant for other in self._restores.values())
+        self._restores[restore.ticket] = restore
+        self._moves.add(restore.ticket)
+
+    def _join(self, other: Restore, restore: Restore, now: float) -> None:
+        """Waits for blocks that come already, no longer than computing takes from now on."""
+        other.priority = min(other.priority, restore.priority)
+        if other.source is not None and other.source.is_computing:
+            self._hold(restore, now)
+            other.computed_s = min(other.computed_s, restore.computed_s)
 
     def _hold(self, restore: Restore, now: float) -> None:
         """Notes when computing could have ended that begins now."""

@@ -19,6 +19,8 @@ MOST_S: Final = 0.1
 """Most seconds of it that are saved up."""
 MAX_SENDINGS: Final = 64
 """More are refused: the asker computes."""
+STALL_S: Final = 10.0
+"""Blocks that are computed now are waited for so long, from one to the next."""
 LEAST_BYTES: Final = 1 << 20
 """While steps run, fewer are copied only at the end, so that a piece is worth its order."""
 
@@ -31,6 +33,8 @@ class Sending:
     names: Sequence[bytes]
     due_s: float
     """When it ends, whatever is missing."""
+    waits: bool = False
+    """Whether blocks that are not here are computed now, and are waited for."""
     num_sent: int = 0
 
 
@@ -73,10 +77,12 @@ class Sendings:
                 return [*names[:depth], state]
         return ()
 
-    def begin(self, names: Sequence[bytes], now: float, lasts_s: float) -> int:
-        """Begins to send what was found, for `lasts_s` at most; its number, by which ranks know it."""
+    def begin(self, names: Sequence[bytes], now: float, lasts_s: float, *, waits: bool = False) -> int:
+        """Begins to send what was found, for `lasts_s` at most; its number, by which ranks know it. `waits`: blocks are
+        sent once they are here.
+        """
         self._count += 1
-        sending = Sending(number=self._count, names=names, due_s=now + lasts_s)
+        sending = Sending(number=self._count, names=names, due_s=now + (STALL_S if waits else lasts_s), waits=waits)
         self._sendings[sending.number] = sending
         self._moves.add(-sending.number)
         return sending.number
@@ -108,8 +114,10 @@ class Sendings:
             self._mover.send(sending.number, places)
             sending.num_sent += len(places)
             self.num_sent_blocks += len(places)
+            if sending.waits:
+                sending.due_s = now + STALL_S
         is_over = has_room is None or now >= sending.due_s or sending.num_sent == len(sending.names)
-        if is_over or self._place_of(sending.names[sending.num_sent]) is None:
+        if is_over or (not sending.waits and self._place_of(sending.names[sending.num_sent]) is None):
             self._end(sending)
 
     def _next_places(self, sending: Sending, is_idle: bool) -> list[Place]:

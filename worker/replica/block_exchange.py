@@ -74,22 +74,23 @@ class BlockExchange:
             return engine_pb2.SendBlocksResponse(refusal="this replica sends no blocks")
         if request.kind != self._kind:
             return engine_pb2.SendBlocksResponse(refusal="its blocks are of another kind")
-        future = self._replica.engine.between_steps(partial(self._begin, names, request.lasts_ms / 1e3))
+        begin = partial(self._begin, names, request.lasts_ms / 1e3, waits=request.as_computed)
+        future = self._replica.engine.between_steps(begin)
         return await asyncio.wrap_future(future)
 
-    def _begin(self, names: Sequence[bytes], lasts_s: float) -> engine_pb2.SendBlocksResponse:
+    def _begin(self, names: Sequence[bytes], lasts_s: float, *, waits: bool) -> engine_pb2.SendBlocksResponse:
         """On the engine's thread, between two steps."""
         movers, sendings = self._replica.movers, self._replica.engine.sendings
         assert movers is not None, "it was looked at"
         if not sendings.has_room:
             return engine_pb2.SendBlocksResponse(refusal="it sends to too many others")
-        if not (found := sendings.found(names)):
+        if not (found := names if waits else sendings.found(names)):
             return engine_pb2.SendBlocksResponse(refusal="it has none of them any more")
         addresses = movers.listen(self._host)
         if not addresses:
             return engine_pb2.SendBlocksResponse(refusal="it cannot listen")
         key = TransferKey.fresh(is_encrypted=self._security.tls is not None)
-        number = sendings.begin(found, self._replica.engine.now(), lasts_s)
+        number = sendings.begin(found, self._replica.engine.now(), lasts_s, waits=waits)
         self._loop.call_soon_threadsafe(self._note_asked)
         movers.offer(number, key)
         return engine_pb2.SendBlocksResponse(
@@ -173,6 +174,7 @@ class BlockExchange:
             kind=self._kind,
             names=b"".join(name for name in names if name.startswith(KV)),
             lasts_ms=min(MAX_LASTS_MS, round(1e3 * lasts_s)),
+            as_computed=source.is_computing,
         )
         try:
             stub: Any = engine_pb2_grpc.EngineStub(self._channel(source.address))  # type: ignore[no-untyped-call]
@@ -181,19 +183,27 @@ class BlockExchange:
             if answer.refusal:
                 raise _Refused(answer.refusal)
             key, addresses = _checked(answer, source, self._replica.info.tensor_parallel_size)
-            engine.between_steps(partial(self._receive, ticket, addresses, key, answer.num_blocks, piece))
+            receive = partial(self._receive, ticket, addresses, key, answer.num_blocks, piece)
+            engine.between_steps(partial(receive, is_computing=source.is_computing))
         except (grpc.aio.AioRpcError, HoldfastError, _Refused) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
             logger.info("the replica at %s sends no blocks, and they are computed here: %s", source.address, reason)
             engine.cut_restore(ticket)
 
     def _receive(
-        self, ticket: int, addresses: Sequence[tuple[str, int]], key: TransferKey, num_blocks: int, piece: int
+        self,
+        ticket: int,
+        addresses: Sequence[tuple[str, int]],
+        key: TransferKey,
+        num_blocks: int,
+        piece: int,
+        *,
+        is_computing: bool,
     ) -> None:
         """On the engine's thread, between two steps."""
         movers = self._replica.movers
         if movers is not None and (names := self._replica.engine.settle_restore(ticket, num_blocks)):
-            movers.receive(ticket, addresses, key, names, piece)
+            movers.receive(ticket, addresses, key, names, piece, is_computing=is_computing)
 
     @property
     def _kind(self) -> bytes:

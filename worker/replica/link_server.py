@@ -5,6 +5,7 @@ router's stream ends, for whatever reason, all requests that came through it are
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import grpc
@@ -279,6 +280,9 @@ class RouterLink:
         match request.WhichOneof("message"):
             case "submit":
                 self._submit(request.submit)
+            case "fetch_ahead":
+                with suppress(InvalidRequestError):  # as a request it will be refused
+                    self._engine.fetch_ahead(engine_request(request.fetch_ahead, self._name, self._vocab_size))
             case "abort":
                 self._engine.abort(AttemptKey(self._name, request.abort.attempt))
             case "follow_cache":

@@ -35,6 +35,11 @@ Asked = TypeVar("Asked", engine_pb2.LinkRequest, engine_pb2.SendBlocksRequest, e
 # --- at the router's end ---
 
 
+def fetch_ahead_message(request: EngineRequest) -> engine_pb2.LinkRequest:
+    """A request whose blocks are to be fetched before it comes."""
+    return engine_pb2.LinkRequest(fetch_ahead=submit_message(0, request).submit)
+
+
 def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkRequest:
     """Message that submits a request as attempt number `attempt`."""
     submit = engine_pb2.Submit(
@@ -194,7 +199,7 @@ def _source(submit: engine_pb2.Submit) -> BlockSource | None:
     if not submit.HasField("block_source"):
         return None
     found = submit.block_source
-    return BlockSource(found.address, found.num_tokens)
+    return BlockSource(found.address, found.num_tokens, found.is_computing)
 
 
 def _member(kind: type[Kind], field: str, number: int) -> Kind:

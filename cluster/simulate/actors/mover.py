@@ -88,13 +88,14 @@ class SimulatedMover:
     def begin_sending(self, names: Sequence[bytes], source: BlockSource, incoming: Incoming) -> None:
         """Does as `worker/replica/block_exchange.py`."""
         assert self.tier is not None, "it was looked at"
-        sendings = self.tier.sendings
-        found = sendings.found([name for name in names if name.startswith(KV)])
+        sendings, waits = self.tier.sendings, source.is_computing
+        blocks = [name for name in names if name.startswith(KV)]
+        found = blocks if waits else sendings.found(blocks)
         if not sendings.has_room or not found:
             incoming.cut()
             return
         incoming.settle(found, sum(name.startswith(KV) for name in found))
-        self._outgoing[sendings.begin(found, self.now(), 1.0)] = incoming
+        self._outgoing[sendings.begin(found, self.now(), 1.0, waits=waits)] = incoming
 
     def pins(self) -> list[PinnedPrefix]:
         assert self.tier is not None, "it was looked at"

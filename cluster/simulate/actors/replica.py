@@ -18,7 +18,7 @@ from holdfast.cluster.simulate.actors.transfers import SimulatedTransfers
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.oracle.pseudo_model import PoisonedError
-from holdfast.router.events import SendAbort, SendSubmit, SendTakePins
+from holdfast.router.events import SendAbort, SendAhead, SendSubmit, SendTakePins
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.tier_mover import TierShape
@@ -188,6 +188,8 @@ class SimulatedReplica(Process):
                 self._post(lambda: self.core.submit(request, link, self.clock, attempt))
             case SendTakePins():
                 self._take_pins(message.address)
+            case SendAhead():
+                self._post(partial(self.core.fetch_ahead, message.request, self.clock))
             case SendAbort():
                 self._post(partial(self.core.abort, self._links[connection].key(message.attempt)))
 

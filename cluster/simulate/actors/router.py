@@ -27,7 +27,7 @@ from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.endings import stopping
 from holdfast.router.dispatch.request_state import RequestState, siblings
 from holdfast.router.dispatch.request_stream import RequestStream, WakingSink
-from holdfast.router.events import FRESH, Fail, SendAbort, SendSubmit, SendTakePins, TextState
+from holdfast.router.events import FRESH, Fail, SendAbort, SendAhead, SendSubmit, SendTakePins, TextState
 from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState
 from holdfast.router.resume import resumed
 from holdfast.worker.config import ServiceOrderConfig
@@ -64,6 +64,9 @@ class SimulatedLink:
         self.connection.send(self.router, action)
 
     def take_pins(self, action: SendTakePins) -> None:
+        self.connection.send(self.router, action)
+
+    def fetch_ahead(self, action: SendAhead) -> None:
         self.connection.send(self.router, action)
 
 

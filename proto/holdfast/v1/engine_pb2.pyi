@@ -17,20 +17,22 @@ SUSPICION_SUSPECT: Suspicion
 SUSPICION_ON_TRIAL: Suspicion
 
 class LinkRequest(_message.Message):
-    __slots__ = ("submit", "abort", "follow_cache", "set_log_level", "kill", "take_pins")
+    __slots__ = ("submit", "abort", "follow_cache", "set_log_level", "kill", "take_pins", "fetch_ahead")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_CACHE_FIELD_NUMBER: _ClassVar[int]
     SET_LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
     KILL_FIELD_NUMBER: _ClassVar[int]
     TAKE_PINS_FIELD_NUMBER: _ClassVar[int]
+    FETCH_AHEAD_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     abort: Abort
     follow_cache: FollowCache
     set_log_level: SetLogLevel
     kill: Kill
     take_pins: TakePins
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevel, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., take_pins: _Optional[_Union[TakePins, _Mapping]] = ...) -> None: ...
+    fetch_ahead: Submit
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevel, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., take_pins: _Optional[_Union[TakePins, _Mapping]] = ..., fetch_ahead: _Optional[_Union[Submit, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion", "request_id", "traceparent", "cache_ttl_s", "cache_prefix_tokens", "cache_marks", "adapter", "block_source", "pooling")
@@ -99,12 +101,14 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class BlockSource(_message.Message):
-    __slots__ = ("address", "num_tokens")
+    __slots__ = ("address", "num_tokens", "is_computing")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_COMPUTING_FIELD_NUMBER: _ClassVar[int]
     address: str
     num_tokens: int
-    def __init__(self, address: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    is_computing: bool
+    def __init__(self, address: _Optional[str] = ..., num_tokens: _Optional[int] = ..., is_computing: bool = ...) -> None: ...
 
 class TakePins(_message.Message):
     __slots__ = ("address",)
@@ -135,14 +139,16 @@ class PinnedPrefix(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
 class SendBlocksRequest(_message.Message):
-    __slots__ = ("kind", "names", "lasts_ms")
+    __slots__ = ("kind", "names", "lasts_ms", "as_computed")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     LASTS_MS_FIELD_NUMBER: _ClassVar[int]
+    AS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
     kind: bytes
     names: bytes
     lasts_ms: int
-    def __init__(self, kind: _Optional[bytes] = ..., names: _Optional[bytes] = ..., lasts_ms: _Optional[int] = ...) -> None: ...
+    as_computed: bool
+    def __init__(self, kind: _Optional[bytes] = ..., names: _Optional[bytes] = ..., lasts_ms: _Optional[int] = ..., as_computed: bool = ...) -> None: ...
 
 class SendBlocksResponse(_message.Message):
     __slots__ = ("refusal", "transfer", "key", "is_encrypted", "addresses", "num_blocks")

@@ -2,8 +2,8 @@
 
 import pytest
 
+from holdfast.router.dispatch.load_table import LoadTable
 from holdfast.router.dispatch.policy import CLOSED, UNKNOWN_TOKEN_S
-from holdfast.router.dispatch.replica_state import LoadTable
 
 
 @pytest.fixture

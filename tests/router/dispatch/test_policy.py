@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.router.dispatch.circuit_breaker import CircuitBreaker
+from holdfast.router.dispatch.load_table import LoadTable
 from holdfast.router.dispatch.policy import (
     CLOSED,
     COPY_COST,
@@ -27,7 +28,7 @@ from holdfast.router.dispatch.policy import (
     session_affinity,
 )
 from holdfast.router.dispatch.prefix_index import PrefixMatch
-from holdfast.router.dispatch.replica_state import LoadTable, ReplicaState
+from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.worker.request import EngineLoad
 from tests.router.core import facts
 

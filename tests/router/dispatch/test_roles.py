@@ -7,6 +7,7 @@ import pytest
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.roles import Role
+from holdfast.router.events import SendAhead
 from holdfast.worker.request import BlockSource
 from holdfast.worker.step_update import EngineStats
 from tests.router.core import Core, aborts, delta, load, sent
@@ -102,6 +103,31 @@ def test_a_failed_over_request_goes_to_a_replica_that_decodes():
     core.step(delta(moved.attempt, 1, 6), replica_id=moved.replica_id)
     again = sent(core.down(moved.replica_id))
     assert again.replica_id != "a" or roles(core)["a"] is Role.BOTH
+
+
+def told_ahead(actions: list) -> list[SendAhead]:
+    return [action for action in actions if isinstance(action, SendAhead)]
+
+
+def test_the_replica_that_will_decode_is_told_when_the_prompt_is_sent_to_the_other():
+    core = core_of("a", "b", "c", decode=2)
+    actions = core.submit("one", num_prompt_tokens=LONG)
+    (ahead,) = told_ahead(actions)
+    assert ahead.replica_id in ("b", "c")
+    assert ahead.request.block_source == BlockSource("a:1", LONG, is_computing=True)
+    moved = core.step(delta(sent(actions).attempt, 0, 5), replica_id="a")
+    assert sent(moved).replica_id == ahead.replica_id
+    assert told_ahead(moved) == []
+    assert told_ahead(core.submit("two", num_prompt_tokens=100)) == []
+
+
+def test_a_busier_replica_does_not_get_it_for_what_it_has_of_it():
+    core = core_of("a", "b", "c", decode=2)
+    actions = core.submit("one", num_prompt_tokens=LONG)
+    (ahead,) = told_ahead(actions)
+    core.step(replica_id=ahead.replica_id, load=load(num_running=9))
+    other = {"b": "c", "c": "b"}[ahead.replica_id]
+    assert sent(core.step(delta(sent(actions).attempt, 0, 5), replica_id="a")).replica_id == other
 
 
 # --- by seconds ---

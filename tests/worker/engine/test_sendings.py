@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from holdfast.worker.engine import sendings as sendings_module
-from holdfast.worker.request import BlockSource
+from holdfast.worker.engine.tier_mover import Place
+from holdfast.worker.request import BlockSource, EngineRequest
+from holdfast.worker.sampling_params import SamplingParams
 from tests.worker.engine.test_block_tier import BLOCK_BYTES, PROMPT, Played, finished
 
 THERE = BlockSource("there:1", 1000)
@@ -221,3 +223,91 @@ def test_an_aborted_request_leaves_nothing_open():
     played.core.abort("a")
     assert not played.tier.moves
     assert played.mover.fetched[1] == ()
+
+
+# --- what is computed meanwhile ---
+
+COMPUTING = THERE._replace(is_computing=True)
+
+
+def ahead(played: Played, now: float = 0.0, **fields) -> None:
+    params = SamplingParams(max_tokens=2, seed=1)
+    later = EngineRequest(
+        request_id="later", prompt_token_ids=PROMPT, sampling_params=params, block_source=COMPUTING, **fields
+    )
+    played.core.fetch_ahead(later, now)
+
+
+def test_blocks_of_finished_chunks_go_while_the_next_are_computed(full, monkeypatch):
+    monkeypatch.setattr(sendings_module, "LEAST_BYTES", BLOCK_BYTES)
+    computing = Played(max_num_batched_tokens=8)
+    number = begin(computing, full.names(), waits=True)
+    computing.idle()
+    assert (computing.mover.sent.get(number), computing.mover.ended) == (None, set())
+    computing.submit("now")
+    sent_before_the_end = []
+    send = computing.mover.send
+
+    def noted(number: int, places: Sequence[Place]) -> None:
+        sent_before_the_end.append(not computing.listener.deltas and bool(places))
+        send(number, places)
+
+    monkeypatch.setattr(computing.mover, "send", noted)
+    computing.run(step_s=0.1)
+    computing.idle()
+    assert any(sent_before_the_end), "a chunk of 8 tokens is two blocks"
+    assert computing.mover.sent[number] == full.names()
+    assert computing.mover.ended == {number}
+
+
+def test_blocks_that_nobody_computes_are_waited_for_no_longer_than_from_one_to_the_next(full):
+    full.mover.sending_room = True
+    number = begin(full, [*full.names(), b"k" + bytes(16)], waits=True)
+    full.idle(9.0)
+    assert full.mover.sent[number] == full.names()
+    full.idle(18.9)
+    assert not full.mover.ended
+    full.idle(19.0)
+    assert full.mover.ended == {number}
+
+
+def test_a_request_that_comes_later_finds_what_came_ahead():
+    played = Played()
+    ahead(played)
+    assert played.mover.asked == {1: played.names()}
+    played.tier.restores.note_piece(1)
+    played.idle()
+    assert not played.tier.moves
+    played.submit("later", block_source=THERE)
+    assert list(played.mover.asked) == [1], "nothing is left to ask for"
+    played.run()
+    assert (finished(played), played.stats.num_prefix_hit_tokens) == ({"later"}, 32)
+
+
+def test_a_request_that_comes_while_blocks_do_waits_for_them_no_longer_than_computing_takes():
+    played = Played(computing_s=1.0)
+    ahead(played)
+    played.idle(30.0)
+    assert played.tier.moves, "nobody waits for them"
+    played.submit("later", now=30.0, block_source=THERE)
+    assert list(played.mover.asked) == [1]
+    played.idle(30.9)
+    assert not played.core.scheduler.has_work
+    played.idle(31.0)
+    played.run()
+    assert finished(played) == {"later"}
+    assert not played.tier.moves
+
+
+def test_what_comes_ahead_is_left_where_it_has_no_room_and_ends_by_itself():
+    small = Played(num_blocks=8)
+    ahead(small)
+    assert small.mover.asked == {1: small.names()}, "nothing else is there"
+    small.idle(59.9)
+    assert small.tier.moves
+    small.idle(60.0)
+    assert not small.tier.moves
+    small.submit("running", tuple(range(40, 60)))
+    small.core.scheduler.plan()
+    ahead(small)
+    assert list(small.mover.asked) == [1]
