@@ -12,7 +12,6 @@ from the environment is set before, and class ids are not drawn from a generator
 2.60).
 """
 
-import gc
 import importlib
 import os
 import socket
@@ -23,6 +22,7 @@ from typing import Final
 
 from holdfast.cluster.serve import reaper
 from holdfast.cluster.serve.ray_internals import PROCESS_MODULES, draw_class_ids_from_the_kernel
+from holdfast.worker.process_memory import loading
 
 READY: Final = b"\n"
 """The first byte of a starter that has imported all."""
@@ -97,12 +97,11 @@ def import_for_forks(modules: Iterable[str]) -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else NumPy starts threads when it is imported
     os.environ["RAY_JOB_ID"], os.environ["RAY_RAYLET_PID"] = NO_JOB, str(os.getppid())  # Ray reads them once
     os.environ["RAY_AUTH_MODE"] = "token"  # as well: a fork that reads the mode later would present no token
-    for name in modules:
-        if name.startswith(("ray.", "holdfast.cluster.")):
-            draw_class_ids_from_the_kernel()
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # what has been imported stays shared: a collection would write to each of its objects
+    with loading():  # what has been imported stays shared: a collection would write to each of its objects
+        for name in modules:
+            if name.startswith(("ray.", "holdfast.cluster.")):
+                draw_class_ids_from_the_kernel()
+            importlib.import_module(name)
 
 
 if __name__ == "__main__":
