@@ -13,7 +13,7 @@ from holdfast.cluster.serve.placement_groups import ANY_INTERFACE, rank_bundle, 
 from holdfast.cluster.serve.ray_internals import check_labels
 from holdfast.cluster.serve.replica_deployment import STOP_S
 from holdfast.cluster.serve.security import check_exposed
-from tests.k8s.rendering import CLUSTERS, pods, quantity, ray_service, serve_config
+from tests.k8s.rendering import CLUSTERS, of_kind, pods, quantity, ray_service, serve_config
 from tests.k8s.schemas import paths
 
 EACH_CLUSTER = pytest.mark.parametrize("build", CLUSTERS)
@@ -225,7 +225,7 @@ def test_what_kuberay_refuses_is_not_there(build):
 def test_pods_may_follow_as_far_as_replicas_are_scaled(build):
     (application,) = serve_config(build)["applications"]
     scaling, group = settings(build).scaling, ray_service(build)["spec"]["rayClusterConfig"]["workerGroupSpecs"][1]
-    assert scaling.is_on == build.endswith("autoscaling")
+    assert scaling.is_on == build.endswith(("autoscaling", "disaggregated"))
     assert scaling.is_on != application.get("external_scaler_enabled", False), "Serve refuses both"
     if scaling.is_on:
         assert (scaling.min_replicas, scaling.max_replicas) == (group["minReplicas"], group["maxReplicas"])
@@ -237,3 +237,15 @@ def test_the_autoscaler_may_add_replicas_and_asks_kubernetes_by_its_account():
     replicas = cluster["workerGroupSpecs"][1]
     assert replicas["maxReplicas"] > replicas["minReplicas"]
     assert cluster["headGroupSpec"]["template"]["spec"]["automountServiceAccountToken"]
+
+
+def test_replicas_have_roles_and_links_for_their_blocks():
+    """At the least number of replicas too there is one for each role, and pods reach each other on every port."""
+    build = "overlays/disaggregated"
+    router, scaling = settings(build).router, settings(build).scaling
+    assert (router.prefill_replicas, router.decode_replicas) == (1, 1)
+    assert scaling.min_replicas >= router.prefill_replicas + router.decode_replicas
+    assert settings(build).cache.kv_transfer
+    assert settings(build).scaling.is_on
+    policy = next(one for one in of_kind(build, "NetworkPolicy") if one["metadata"]["name"] == "holdfast-cluster")
+    assert "ports" not in policy["spec"]["ingress"][0]
