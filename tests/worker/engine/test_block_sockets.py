@@ -1,8 +1,11 @@
 """Block sockets: what comes is what was sent, to the end or not at all, and only for who has the key."""
 
 import os
+import shutil
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -226,3 +229,88 @@ def test_a_planted_digest_that_is_not_checked_lets_a_changed_block_through(monke
     received = Received(Forger(frame(change=0)).port, TransferKey.fresh(is_encrypted=False), NAMES).wait()
     assert received.blocks
     assert received.blocks != expected()
+
+
+# --- a link that is cut in mid-transfer, between two network namespaces ---
+
+END = """
+import sys
+import numpy as np
+from holdfast.worker.engine import block_sockets
+block_sockets.STALL_S = 2.0
+key = block_sockets.TransferKey(b"t" * 16, b"k" * 32)
+blocks = [(b"k" + bytes([number]) * 16, np.full(1 << 20, number, np.uint8)) for number in range(40)]
+"""
+SENDER = """
+server = block_sockets.BlockServer("10.77.0.1")
+server.offer(key)
+print(server.port, flush=True)
+server.send(key.transfer, blocks[:4])
+sys.stdin.readline()
+server.send(key.transfer, blocks[4:])
+while server.is_open(key.transfer):
+    with server._changed:
+        server._changed.wait(0.1)
+print(server.staged_bytes, len(server._connections), flush=True)
+"""
+RECEIVER = """
+import threading
+over = threading.Event()
+def take(found):
+    for name, row in found:
+        assert (row == name[1]).all()
+        print(name[1], flush=True)
+    return True
+def end(error):
+    print(type(error).__name__, flush=True)
+    over.set()
+port = int(sys.stdin.readline())
+block_sockets.BlockReceiver(("10.77.0.1", port), key, [name for name, _ in blocks], take, end).start()
+over.wait()
+"""
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a link between them."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces are made by root")
+    names = f"hf-a-{os.getpid()}", f"hf-b-{os.getpid()}"
+    ends = f"va{os.getpid() % 10**6}", f"vb{os.getpid() % 10**6}"
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=LIMIT_S)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", ends[0], "netns", names[0], "type", "veth", "peer", "name", ends[1], "netns", names[1])
+        for number, (name, end) in enumerate(zip(names, ends, strict=True), 1):
+            ip("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", end)
+            ip("-n", name, "link", "set", end, "up")
+        yield names[0], names[1]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=LIMIT_S)
+
+
+@pytest.mark.slow
+def test_a_link_that_is_cut_in_mid_transfer_ends_both_sides_and_holds_nothing(two_hosts):
+    def run(host: str, program: str) -> subprocess.Popen:
+        command = ["ip", "netns", "exec", host, sys.executable, "-c", END + program]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with run(two_hosts[0], SENDER) as sender, run(two_hosts[1], RECEIVER) as receiver:
+        try:
+            receiver.stdin.write(sender.stdout.readline())
+            receiver.stdin.flush()
+            assert [int(receiver.stdout.readline()) for _ in range(4)] == [0, 1, 2, 3]
+            link = f"vb{os.getpid() % 10**6}"
+            subprocess.run(["ip", "-n", two_hosts[1], "link", "set", link, "down"], check=True, timeout=LIMIT_S)
+            sender.stdin.write("on\n")
+            sender.stdin.flush()
+            assert receiver.stdout.readline() == "TimeoutError\n", "it is told, and of no block that is not whole"
+            assert sender.stdout.readline() == "0 0\n", "nothing is staged, and no connection is open"
+        finally:
+            sender.kill()
+            receiver.kill()
