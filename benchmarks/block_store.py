@@ -33,7 +33,7 @@ class Way(NamedTuple):
 
 
 def stored(folder: Path, sealer: Sealer) -> Way:
-    store = BlockStore(folder, MAX_BYTES, b"benchmark", sealer)
+    store = BlockStore(folder, MAX_BYTES, b"benchmark", sealer, clock=time.time)
     return Way(store.put, store.get)
 
 

@@ -33,6 +33,7 @@ READ_BY = {
     "router/server/router.py": "once for a `WallClock`, and whether a certificate has expired",
     "router/store/database.py": "leases and ages of stored responses, between processes, hosts and starts of a cluster",
     "router/text/chat.py": "the date in a chat's template",
+    "worker/engine/rank_orders.py": "until when blocks are kept, in a store that outlives its host",
     "worker/wire/tls.py": "whether a certificate has expired",
     "worker/replica/hang_supervisor.py": "the time of a line of the log",
     "worker/replica/link_traces.py": "once, for a `WallClock`",

@@ -275,3 +275,21 @@ def test_planted_a_digest_that_is_not_checked_changes_what_is_said(folder, reque
     monkeypatch.setattr(sealing.Sealer, "unseal", lambda self, name, record: record[:-16])
     with served(config(folder, tmp_path)) as second:
         assert second.ask(requests[0]) != {"0": alone["0"]}
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_is_pinned_is_kept_on_the_disk_of_each_rank_beyond_the_replica(num_ranks, folder, requests, tmp_path):
+    replica = Replica.start(config(folder, tmp_path, num_ranks))
+    try:
+        first = Served(replica)
+        first.ask(replace(requests[0], cache_ttl_s=300, tenant="gold"))
+        first.settle()
+    finally:
+        replica.stop()
+    with sqlite3.connect(tmp_path / "index.sqlite") as index:
+        query = (
+            "SELECT count(*), count(DISTINCT kind), count(DISTINCT tenant), min(until) - unixepoch() FROM kept JOIN "
+        )
+        (found,) = index.execute(query + "blocks USING (kind, name)").fetchall()
+    assert found[:3] == (12 * num_ranks, num_ranks, 1)
+    assert 200 < found[3] <= 301

@@ -15,29 +15,22 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
+from holdfast.worker.block_hash import HASH_BYTES
+from holdfast.worker.cache.block_index import SUFFIX, KeptNames, open_index
 from holdfast.worker.cache.sealing import Sealer, WrongDigestError
 from holdfast.worker.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Record = Sequence[memoryview | bytes]
 
 SEGMENTS: Final = 16
 """A store that is full has about so many: one of them is deleted at a time."""
 LARGEST_SEGMENT: Final = 256 << 20
-_INDEX: Final = "index.sqlite"
-_SUFFIX: Final = ".blocks"
-_LOCK_WAIT_S: Final = 2.0
-_CACHE_KIB: Final = 4096
+_TENANT: Final = b"t"
 _NOWHERE: Final = 0
 """No segment has this number."""
-
-_SCHEMA: Final = (
-    "CREATE TABLE IF NOT EXISTS segments (id INTEGER PRIMARY KEY AUTOINCREMENT, file TEXT, used INTEGER)",
-    "CREATE TABLE IF NOT EXISTS blocks (number INTEGER PRIMARY KEY AUTOINCREMENT, kind BLOB, name BLOB, "
-    "segment INTEGER, offset INTEGER, length INTEGER, UNIQUE (kind, name))",
-    "CREATE INDEX IF NOT EXISTS by_segment ON blocks (segment)",
-)
 
 
 class _Segment(NamedTuple):
@@ -53,12 +46,24 @@ class BlockStore:
     What fails on the disk raises OSError; then nothing has changed.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, kind: bytes, sealer: Sealer | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int,
+        kind: bytes,
+        sealer: Sealer | None = None,
+        *,
+        clock: Callable[[], float],
+        kept_share: float = 0.25,
+    ) -> None:
         """Opens or makes the store. `max_bytes` bounds all kinds together. `sealer` checks and may encrypt blocks.
+        `clock`: seconds, of a clock that goes on when the host restarts. `kept_share`: share of `max_bytes` that the
+        kept blocks of one tenant may take.
 
         Raises `ConfigurationError` where the folder cannot be used.
         """
-        self._folder = folder
+        self._folder, self._clock = folder, clock
+        self._most_kept_bytes = int(kept_share * max_bytes)
         self._max_bytes = max_bytes
         self._segment_bytes = min(LARGEST_SEGMENT, max_bytes // SEGMENTS)
         self.sealer = sealer or Sealer()
@@ -77,7 +82,7 @@ class BlockStore:
             found = folder.stat()
             if found.st_uid != os.getuid() or found.st_mode & 0o022:
                 raise ConfigurationError(f"cache.kv_offload_disk: {folder} can be written to by other users")
-            self._db = self._opened()
+            self._use(open_index(folder))
         except (OSError, sqlite3.Error) as error:
             raise ConfigurationError(f"cache.kv_offload_disk: {folder} cannot be used: {error}") from error
 
@@ -103,6 +108,12 @@ class BlockStore:
         """Forgets a block."""
         self._guarded(lambda: self._drop(name))
 
+    def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
+        """Keeps these blocks, given from a prefix's beginning and stored now or later, for so many seconds as far as
+        the tenant's share goes: they outlive others that were used later.
+        """
+        self._guarded(lambda: self._keep(names, tenant, ttl_s))
+
     def news(self) -> tuple[list[bytes], list[bytes]]:
         """The names that have come since the last call, from all processes, and those that were removed."""
         return self._guarded(self._news)
@@ -118,35 +129,6 @@ class BlockStore:
         return sum(self._sizes().values())
 
     # --- internals ---
-
-    def _opened(self) -> sqlite3.Connection:
-        """The index, made anew where it is no database any more."""
-        try:
-            return self._connected()
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):
-                raise  # locked, or the disk fails: that says nothing against the index
-            logger.warning("the block store in %s is broken, and begins anew: %s", self._folder, error)
-            for path in [*self._folder.glob(f"{_INDEX}*"), *self._folder.glob(f"*{_SUFFIX}")]:
-                path.unlink(missing_ok=True)
-            return self._connected()
-
-    def _connected(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self._folder / _INDEX, isolation_level=None, timeout=_LOCK_WAIT_S, check_same_thread=False)
-        try:
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = NORMAL")  # a host that crashes loses the last blocks, never the index
-            db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
-            for statement in _SCHEMA:
-                db.execute(statement)
-            known = {file for (file,) in db.execute("SELECT file FROM segments")}
-        except BaseException:
-            db.close()
-            raise
-        for path in self._folder.glob(f"*{_SUFFIX}"):
-            if path.name not in known:  # a segment is in the index before its file is made
-                path.unlink(missing_ok=True)
-        return db
 
     def _guarded(self, action: Callable[[], T]) -> T:
         """Errors of SQLite as OSError. An index that is broken is made anew."""
@@ -166,7 +148,17 @@ class BlockStore:
         self._used.clear()
         self._version, self._last_number = -1, 0
         self._places = dict.fromkeys(self._places, _NOWHERE)  # the next `news` says that they have gone
-        self._db = self._opened()
+        self._use(open_index(self._folder))
+
+    def _use(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self._kept = KeptNames(db, self._most_kept_bytes, self._clock)
+
+    def _keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
+        digest = blake2b(tenant.encode(errors="surrogatepass"), digest_size=HASH_BYTES).digest()
+        (hidden_tenant,) = self.sealer.hidden([_TENANT + digest])
+        with self._transaction():
+            self._kept.keep(self._kind, self.sealer.hidden(names), hidden_tenant, ttl_s)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -185,22 +177,27 @@ class BlockStore:
         if not new:
             return 0
         records = [self.sealer.seal(name, data) for name, data in new]
-        lengths = [sum(len(part) for part in record) for record in records]
-        self._make_room(sum(lengths))
+        self._make_room(sum(len(part) for record in records for part in record))
+        self._append([(self._kind, name) for name, _ in new], records)
+        return len(new)
+
+    def _append(self, names: Sequence[tuple[bytes, bytes]], records: Sequence[Record]) -> None:
+        """Writes records behind what this process has written, each by its kind and name."""
         segment = self._own_segment()
+        lengths = [sum(len(part) for part in record) for record in records]
         offsets = [self._end + sum(lengths[:number]) for number in range(len(lengths))]
         try:
             for record, offset in zip(records, offsets, strict=True):
                 _write(segment.file, record, offset)
             rows = [
-                (self._kind, name, segment.id, offset, length)
-                for (name, _), offset, length in zip(new, offsets, lengths, strict=True)
+                (*name, segment.id, offset, length)
+                for name, offset, length in zip(names, offsets, lengths, strict=True)
             ]
             with self._transaction():
                 if not self._touch([segment.id]):
                     raise FileNotFoundError("another process has deleted the segment")
                 self._db.executemany(
-                    "INSERT OR IGNORE INTO blocks (kind, name, segment, offset, length) VALUES (?, ?, ?, ?, ?)", rows
+                    "INSERT OR REPLACE INTO blocks (kind, name, segment, offset, length) VALUES (?, ?, ?, ?, ?)", rows
                 )
         except BaseException:
             self._leave_segment()
@@ -208,7 +205,6 @@ class BlockStore:
         self._end = offsets[-1] + lengths[-1]
         if self._end >= self._segment_bytes:
             self._leave_segment()
-        return len(new)
 
     def _get(self, name: bytes) -> memoryview | None:
         (hidden,) = self.sealer.hidden([name])
@@ -297,13 +293,35 @@ class BlockStore:
         if total + num_bytes <= self._max_bytes:
             return
         self._version = -1
-        for segment, file in self._db.execute("SELECT id, file FROM segments ORDER BY used, id").fetchall():
+        with self._transaction():
+            self._kept.end()
+        kept = self._kept.sizes()
+        segments = self._db.execute("SELECT id, file FROM segments ORDER BY used, id").fetchall()
+        for segment, file in sorted(segments, key=lambda one: 2 * kept.get(one[0], 0) > sizes.get(one[1], 0)):
+            moved = self._move_kept(segment) if 2 * kept.get(segment, 0) <= sizes.get(file, 0) else 0
             self._delete(segment, file)
-            total -= sizes.get(file, 0)
+            total += moved - sizes.get(file, 0)
             if total + num_bytes <= self._max_bytes:
                 break
         else:
             raise OSError(f"{num_bytes} bytes do not fit into the block store's {self._max_bytes}")
+
+    def _move_kept(self, segment: int) -> int:
+        """Moves the kept blocks of a segment to the one that is appended to; how many bytes. They are at most half of
+        it, and lost where the disk fails.
+        """
+        if self._segment is not None and self._segment.id == segment:
+            self._leave_segment()
+        blocks = self._kept.of_segment(segment)
+        if not blocks:
+            return 0
+        try:
+            records = [[os.pread(self._file(segment), one.length, one.offset)] for one in blocks]
+            self._append([(one.kind, one.name) for one in blocks], records)
+        except OSError as error:
+            logger.warning("blocks in %s that were to be kept are lost: %s", self._folder, error)
+            return 0
+        return sum(one.length for one in blocks)
 
     def _delete(self, segment: int, file: str) -> None:
         with self._transaction():
@@ -321,7 +339,7 @@ class BlockStore:
         ):  # another process has deleted it
             self._leave_segment()
         if self._segment is None:
-            name = os.urandom(8).hex() + _SUFFIX
+            name = os.urandom(8).hex() + SUFFIX
             with self._transaction():
                 identity = self._db.execute(
                     "INSERT INTO segments (file, used) SELECT ?, coalesce(max(used), 0) + 1 FROM segments", (name,)

@@ -113,6 +113,7 @@ class BlockMover:
         self._events: MoverEvents | None = None
         self._changed = threading.Condition()
         self._writes: deque[list[Block]] = deque()
+        self._kept: deque[tuple[Sequence[bytes], str, float]] = deque()
         self._fetches: dict[int, _Fetch] = {}
         self._ahead_bytes = 0
         self._closed = False
@@ -163,6 +164,10 @@ class BlockMover:
             self._writes.append(batch)
             self.counts.staged_bytes += _size(batch)
             self._changed.notify_all()
+
+    def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
+        """Keeps these blocks in the store for so many seconds, within the tenant's share, from about a second on."""
+        self._kept.append((names, tenant, ttl_s))
 
     def _copied(self, places: Sequence[Place]) -> list[Block]:
         """A copy of these blocks, first those of one kind, then of the other."""
@@ -270,6 +275,7 @@ class BlockMover:
             if batch is not None:
                 self._note_written(batch)
         if self._store is not None:
+            self._tell_news()
             self._store.close()
 
     def _has_work(self) -> bool:
@@ -329,6 +335,8 @@ class BlockMover:
     def _tell_news(self) -> None:
         assert self._store is not None, "its thread runs"
         try:
+            while self._kept:
+                self._store.keep(*self._kept.popleft())
             came, gone = self._store.news()
             self.counts.num_blocks, self.counts.num_bytes = self._store.num_blocks, self._store.num_bytes
         except OSError as error:

@@ -72,6 +72,9 @@ class BlockTier:
         self.restores = Restores(allocator, slots, mover, shape, self._stored, self._forget, *of_engine)
         self.sendings = Sendings(allocator.prefix_cache, slots, mover, shape, self.moves)
         self.takeover = PinTakeover(self.restores, pinning)
+        self._to_keep: list[tuple[list[bytes], str, float]] = []
+        if has_store:
+            pinning.on_pinned = self._keep_below
 
     # --- what can be had ---
 
@@ -171,6 +174,8 @@ class BlockTier:
     def store_some(self, step_s: float | None) -> None:
         """Copies some blocks to the store. `step_s`: how long the last step took; None: nothing runs."""
         self._turn += 1
+        while self._to_keep:
+            self._mover.keep(*self._to_keep.pop())
         if step_s is not None:
             self._budget_s = min(MOST_S, self._budget_s + SHARE * step_s)
         if not (self._to_store or self._states_to_store) or not self._mover.has_room:
@@ -182,6 +187,11 @@ class BlockTier:
             num_bytes = sum(self._shape.bytes_of(name) for name, _ in places)
             self._budget_s -= 0.0 if step_s is None else num_bytes * each_s
             self._mover.store(places)
+
+    def _keep_below(self, hashes: Iterable[bytes], state: bytes | None, tenant: str, ttl_s: float) -> None:
+        """A prefix was pinned, with a snapshot behind the block of the hash `state`: the store keeps it as long."""
+        names = [KV + block_hash for block_hash in hashes]
+        self._to_keep.append(([*names, STATE + state] if state else names, tenant, ttl_s))
 
     def _next_places(self, room: int, *, is_idle: bool) -> list[Place]:
         """The next blocks to copy, of so many bytes at most; idle, at least one."""

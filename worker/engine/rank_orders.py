@@ -12,6 +12,7 @@ shares are.
 import ipaddress
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -66,6 +67,8 @@ class Order(IntEnum):
     """Blocks of a transfer to copy and send follow, each with its place; none: it ends."""
     RECEIVE = -11
     """Like `FETCH`, from another replica: its ranks' addresses and the transfer's key follow."""
+    KEEP = -12
+    """Names to keep in the store follow, with milliseconds in place of a piece, and their tenant."""
 
 
 def number_message(number: int) -> Message:
@@ -86,7 +89,7 @@ def read_reload(message: Message) -> tuple[str, str]:
 
 BLOCK_ORDERS: Final = (
     *(Order.STORE, Order.FETCH, Order.TAKE),
-    *(Order.LISTEN, Order.OFFER, Order.SEND, Order.RECEIVE),
+    *(Order.LISTEN, Order.OFFER, Order.SEND, Order.RECEIVE, Order.KEEP),
 )
 ADAPTER_ORDERS: Final = (Order.FETCH_ADAPTER, Order.TAKE_ADAPTER)
 
@@ -120,7 +123,8 @@ class RankMover:
             folder, num_bytes = wanted
             of_rank = group.size, group.rank, weights_stamp(model_folder(config.model))
             kind = info.block_kind(memory.form, *of_rank)
-            store = BlockStore(Path(folder), num_bytes, kind, sealer_of(config.cache.kv_offload_key_file))
+            sealer, share = sealer_of(config.cache.kv_offload_key_file), config.scheduler.pinned_share
+            store = BlockStore(Path(folder), num_bytes, kind, sealer, clock=time.time, kept_share=share)
         return cls(BlockMover(store, pools), memory, group)
 
     @property
@@ -170,11 +174,15 @@ class RankMover:
                 everywhere = self._group.all_gather(found, dim=0)
                 return [bool(one) for one in everywhere.min(dim=0).values.tolist()]
             case _:
-                self._meet(Order(kind), ticket, names, piece, text.view(np.uint8)[:num_text].tobytes().decode())
+                said = text.view(np.uint8)[:num_text].tobytes().decode(errors="surrogatepass")
+                self._meet(Order(kind), ticket, names, piece, said)
         return ()
 
     def _meet(self, kind: Order, ticket: int, names: Sequence[bytes], piece: int, text: str) -> None:
-        """Carries out an order that concerns another replica."""
+        """Carries out an order that concerns another replica, or a tenant."""
+        if kind is Order.KEEP:
+            self.mover.keep(names, text, piece / 1e3)
+            return
         if kind is Order.LISTEN:
             self._listen(text)
             return
@@ -234,6 +242,9 @@ class RankMovers:
     def store(self, places: Sequence[Place]) -> None:
         self._order(Order.STORE, places=places)
 
+    def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
+        self._order(Order.KEEP, 0, round(1e3 * ttl_s), [(name, 0) for name in names], text=tenant)
+
     def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
         self._order(Order.FETCH, ticket, piece, [(name, 0) for name in names])
 
@@ -291,7 +302,7 @@ class RankMovers:
         copies: Sequence[StateCopy] = (),
         text: str = "",
     ) -> Sequence[bool]:
-        given = text.encode()
+        given = text.encode(errors="surrogatepass")
         header = np.array([kind, ticket, piece, len(copies), len(places), len(given)], dtype=np.int64)
         moved = np.array(copies, dtype=np.int64).reshape(-1, 2).T.ravel()
         names = b"".join(name.ljust(8 * _NAME_WORDS, b"\0") for name, _ in places)

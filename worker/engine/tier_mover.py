@@ -58,6 +58,10 @@ class Mover(Protocol):
         """Copies what these blocks and slots hold, to be written by their names."""
         ...
 
+    def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
+        """Keeps what has these names in the store for so many seconds, within the tenant's share."""
+        ...
+
     def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
         """Begins to read, `piece` blocks at a time; each piece is reported. Without names: cancels the ticket."""
         ...

@@ -17,6 +17,7 @@ such a position first, and the rest in the next step. Outputs come by there by t
 """
 
 import collections.abc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -135,6 +136,10 @@ def states_left_by(scheduled: ScheduledSequence) -> int:
     return 1 + scheduled.num_drafts
 
 
+OnPinned = Callable[[list[bytes], bytes | None, str, float], None]
+"""Called with the hashes of a pinned prefix's blocks, that of the block before its snapshot, tenant and seconds."""
+
+
 class Pinning:
     """Pins the full blocks of prefixes; of a model that keeps states, the deepest snapshot in it; of one with windows,
     the blocks that the token behind it sees. Its clock is that of `Scheduler.plan`.
@@ -146,6 +151,7 @@ class Pinning:
         """Time of the plan that is being made."""
         self.next_end_s = float("inf")
         """Time at which `end` may have something to do."""
+        self.on_pinned: OnPinned | None = None
 
     def end(self, now: float) -> None:
         """Pins end whose time is up."""
@@ -168,7 +174,7 @@ class Pinning:
             if num_blocks:
                 chain, tokens, tenant = sequence.hash_chain, sequence.token_ids, sequence.request.tenant
                 seen = self._seen_behind(sequence, num_blocks)
-                self._pin(chain, tokens, num_tokens, tenant, self.now + ttl_s, seen)
+                self._pin(chain, tokens, num_tokens, tenant, self.now, ttl_s, seen)
 
     def held(self, now: float) -> list[PinnedPrefix]:
         """All prefixes that are pinned, but for those that a longer one, which is pinned for as long, begins with."""
@@ -196,7 +202,7 @@ class Pinning:
         if prefix.ttl_s > 0:
             num_tokens = (len(prefix.hashes) - 1) * self._allocator.block_size
             chain = HashChain.known(prefix.hashes)
-            self._pin(chain, range(num_tokens), num_tokens, prefix.tenant, now + prefix.ttl_s)
+            self._pin(chain, range(num_tokens), num_tokens, prefix.tenant, now, prefix.ttl_s)
 
     def _pin(
         self,
@@ -204,17 +210,21 @@ class Pinning:
         tokens: collections.abc.Sequence[int],
         num_tokens: int,
         tenant: str,
-        until_s: float,
+        now: float,
+        ttl_s: float,
         seen: tuple[int, ...] = (),
     ) -> None:
         """`seen`: blocks of layers with a window that are pinned along."""
+        until_s, size = now + ttl_s, self._allocator.block_size
         self.next_end_s = min(self.next_end_s, until_s)
-        found = self._allocator.prefix_cache.find(chain, tokens, num_tokens // self._allocator.block_size)
+        found = self._allocator.prefix_cache.find(chain, tokens, num_tokens // size)
         self._allocator.pin([*found, *seen], tenant, until_s)
-        if self._slots is not None:
-            _, slot = self._slots.deepest(chain, tokens, len(found))
-            if slot is not None:
-                self._slots.pin(slot, tenant, until_s)
+        depth, slot = (0, None) if self._slots is None else self._slots.deepest(chain, tokens, len(found))
+        if self._slots is not None and slot is not None:
+            self._slots.pin(slot, tenant, until_s)
+        if self.on_pinned is not None:
+            hashes = [chain.hash_of(index, tokens, size) for index in range(len(found))]
+            self.on_pinned(hashes, None if slot is None else hashes[depth - 1], tenant, ttl_s)
 
     def _seen_behind(self, sequence: Sequence, num_blocks: int) -> tuple[int, ...]:
         """Cached blocks of layers with a window that the token behind so many blocks sees."""

@@ -47,6 +47,9 @@ class SimulatedMover:
     def store(self, places: Sequence[Place]) -> None:
         self._after(0.003 * self._slowness, self._put, self._rows(places))
 
+    def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
+        """The disk has room for all."""
+
     def _put(self, rows: list[tuple[bytes, Row]]) -> None:
         assert self._disk is not None, "there is something to store to"
         for name, row in rows:

@@ -37,6 +37,7 @@ class PlayedMover:
         self.counts = Counts()
         self.has_room = True
         self.stored: list[bytes] = []
+        self.kept: dict[str, tuple[list[bytes], float]] = {}
         self.fetched: dict[int, Sequence[bytes]] = {}
         self.missing: set[bytes] = set()
         self.can_ask = True
@@ -48,6 +49,9 @@ class PlayedMover:
 
     def store(self, places: Sequence[Place]) -> None:
         self.stored += [name for name, _ in places]
+
+    def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
+        self.kept[tenant] = (list(names), ttl_s)
 
     def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
         self.fetched[ticket] = names
@@ -391,3 +395,13 @@ def test_the_known_answers_blocks_stay_here():
     played.run()
     played.idle()
     assert sorted(played.mover.stored) == sorted(played.names())
+
+
+def test_what_is_pinned_is_kept_in_the_store_as_long():
+    played = Played()
+    played.submit("a", cache_ttl_s=300, tenant="gold")
+    played.run()
+    played.idle()
+    names = played.names(tenant="gold")
+    assert played.mover.kept == {"gold": (names, 300.0)}
+    assert played.mover.stored[: len(names)] == names

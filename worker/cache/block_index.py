@@ -1,0 +1,128 @@
+"""Index of a block store, in SQLite: where each block is, and the names of blocks that requests have asked to keep.
+
+Of those it says for which tenant and until when. A block need not be stored yet when its name is kept. What is kept is
+moved on when its segment is deleted, within a share of the store for each tenant: beyond it those give way that were
+kept or renewed longest ago. These times are of the wall clock, for the store outlives its host.
+"""
+
+import logging
+import sqlite3
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+SUFFIX: Final = ".blocks"
+"""End of the names of segments."""
+_INDEX: Final = "index.sqlite"
+_LOCK_WAIT_S: Final = 2.0
+_CACHE_KIB: Final = 4096
+
+_SCHEMA: Final = (
+    "CREATE TABLE IF NOT EXISTS segments (id INTEGER PRIMARY KEY AUTOINCREMENT, file TEXT, used INTEGER)",
+    "CREATE TABLE IF NOT EXISTS blocks (number INTEGER PRIMARY KEY AUTOINCREMENT, kind BLOB, name BLOB, "
+    "segment INTEGER, offset INTEGER, length INTEGER, UNIQUE (kind, name))",
+    "CREATE INDEX IF NOT EXISTS by_segment ON blocks (segment)",
+    "CREATE TABLE IF NOT EXISTS kept (kind BLOB, name BLOB, tenant BLOB, until REAL, turn INTEGER, place INTEGER, "
+    "PRIMARY KEY (kind, name)) WITHOUT ROWID",
+    "CREATE INDEX IF NOT EXISTS by_end ON kept (until)",
+)
+
+_STORED: Final = "kept JOIN blocks ON blocks.kind = kept.kind AND blocks.name = kept.name"
+
+
+def open_index(folder: Path) -> sqlite3.Connection:
+    """The index, made anew where it is no database any more."""
+    try:
+        return _connected(folder)
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError):
+            raise  # locked, or the disk fails: that says nothing against the index
+        logger.warning("the block store in %s is broken, and begins anew: %s", folder, error)
+        for path in [*folder.glob(f"{_INDEX}*"), *folder.glob(f"*{SUFFIX}")]:
+            path.unlink(missing_ok=True)
+        return _connected(folder)
+
+
+def _connected(folder: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(folder / _INDEX, isolation_level=None, timeout=_LOCK_WAIT_S, check_same_thread=False)
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = NORMAL")  # a host that crashes loses the last blocks, never the index
+        db.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        for statement in _SCHEMA:
+            db.execute(statement)
+        known = {file for (file,) in db.execute("SELECT file FROM segments")}
+    except BaseException:
+        db.close()
+        raise
+    for path in folder.glob(f"*{SUFFIX}"):
+        if path.name not in known:  # a segment is in the index before its file is made
+            path.unlink(missing_ok=True)
+    return db
+
+
+class KeptBlock(NamedTuple):
+    """A stored block that is kept: where it is in its segment."""
+
+    kind: bytes
+    name: bytes
+    offset: int
+    length: int
+
+
+class KeptNames:
+    """The table of one index. Whoever writes holds the index's transaction. Raises what SQLite raises."""
+
+    def __init__(self, db: sqlite3.Connection, most_bytes: int, clock: Callable[[], float]) -> None:
+        """`most_bytes`: of one tenant."""
+        self._db = db
+        self._most_bytes = most_bytes
+        self._clock = clock
+
+    def keep(self, kind: bytes, names: Sequence[bytes], tenant: bytes, ttl_s: float) -> None:
+        """Keeps these names, given from a prefix's beginning, for so many seconds. One that is kept longer stays so."""
+        self._db.execute("DELETE FROM kept WHERE until <= ?", (self._clock(),))
+        ((turn,),) = self._db.execute("SELECT coalesce(max(turn), 0) + 1 FROM kept").fetchall()
+        until = self._clock() + ttl_s
+        self._db.executemany(
+            "INSERT INTO kept VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (kind, name) DO UPDATE SET "
+            "until = max(until, excluded.until), turn = excluded.turn, place = excluded.place",
+            [(kind, name, tenant, until, turn, place) for place, name in enumerate(names)],
+        )
+
+    def end(self) -> None:
+        """Forgets names whose time is up, and those beyond their tenant's share."""
+        self._db.execute("DELETE FROM kept WHERE until <= ?", (self._clock(),))
+        rows = self._db.execute(
+            f"SELECT kept.tenant, sum(length) FROM {_STORED} GROUP BY kept.tenant HAVING sum(length) > ?",
+            (self._most_bytes,),
+        ).fetchall()
+        for tenant, num_bytes in rows:
+            self._drop(tenant, num_bytes - self._most_bytes)
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes of kept blocks by segment."""
+        return dict(self._db.execute(f"SELECT segment, sum(length) FROM {_STORED} GROUP BY segment").fetchall())
+
+    def of_segment(self, segment: int) -> list[KeptBlock]:
+        """The kept blocks of a segment."""
+        found = self._db.execute(
+            f"SELECT blocks.kind, blocks.name, offset, length FROM {_STORED} WHERE segment = ? ORDER BY offset",
+            (segment,),
+        )
+        return [KeptBlock(*row) for row in found]
+
+    def _drop(self, tenant: bytes, num_bytes: int) -> None:
+        """Forgets names of a tenant until so many bytes fewer are kept: of those kept together the last goes first."""
+        found = self._db.execute(
+            f"SELECT kept.kind, kept.name, length FROM {_STORED} WHERE tenant = ? ORDER BY turn, place DESC", (tenant,)
+        ).fetchall()
+        dropped = []
+        for kind, name, length in found:
+            if num_bytes <= 0:
+                break
+            num_bytes -= length
+            dropped.append((kind, name))
+        self._db.executemany("DELETE FROM kept WHERE kind = ? AND name = ?", dropped)
