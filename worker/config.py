@@ -25,6 +25,18 @@ def parse_bytes(value: object) -> object:
         raise ValueError(f"{value!r} is not a size; write it like 512MiB or 2GB") from None
 
 
+DTYPE_SPELLINGS: Final = {
+    "float32": "float32",
+    "float": "float32",
+    "fp32": "float32",
+    "float16": "float16",
+    "half": "float16",
+    "fp16": "float16",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+}
+"""Names of the types that models are served in, as settings and checkpoints write them."""
+
 MAX_WHOLE: Final = 2**31 - 1
 """The largest whole number of a setting without a bound of its own: what every protocol and native struct carries."""
 
@@ -175,6 +187,13 @@ class ModelConfig(Settings):
         """Names that executors had before 0.1.0 are still taken."""
         names: dict[object, str] = {"decoder": "native", "skeleton": "hf"}
         return names.get(executor, executor) if isinstance(executor, str) else executor
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _as_torch_spells_it(cls, dtype: object) -> object:
+        """Other spellings of the same types, and torch's own objects."""
+        written = str(dtype).removeprefix("torch.")
+        return DTYPE_SPELLINGS.get(written, dtype)
 
     @model_validator(mode="after")
     def _has_weights_to_quantize(self) -> Self:

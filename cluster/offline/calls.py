@@ -216,7 +216,9 @@ def requests_of(
     service: ServiceOfAll,
     lora_request: LoRARequests = None,
 ) -> list[Enqueued]:
-    """One request for each prompt. Raises `InvalidRequestError`."""
+    """One request for each prompt. Raises `InvalidRequestError`, and TypeError for an option that there is not."""
+    if unknown := service.keys() - ServiceOfAll.__annotations__.keys():
+        raise TypeError(f"unexpected keyword argument {min(unknown)!r}")
     if is_list(priority) and len(priority) != len(given):
         raise InvalidRequestError("priority", len(priority), f"must be one, or {len(given)} of them")
     requests: list[Enqueued] = []

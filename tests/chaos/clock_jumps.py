@@ -114,7 +114,7 @@ async def lose_a_router(cluster: ForkedCluster, load: Load) -> None:
 @asynccontextmanager
 async def poisoned(cluster: ForkedCluster) -> AsyncIterator[Kept]:
     """Routers know a request that has ended some of them, and are replaced."""
-    kept = Kept(cluster)
+    kept = Kept(cluster, ())
     keeping = asyncio.create_task(kept.keep())
     await by_async_client(cluster, f"{POISON} kills")
     while kept.num_ended < 2 or not all(psutil.pid_exists(router.pid) for router in cluster.routers):

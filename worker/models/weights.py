@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from holdfast.worker.config import ModelConfig
+from holdfast.worker.config import DTYPE_SPELLINGS, ModelConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.checks import (
     OTHER_ENGINE,
@@ -37,18 +37,7 @@ DUMMY_STD: Final = 0.02
 
 NO_OVERRIDES: Final[Mapping[str, Any]] = MappingProxyType({})
 
-_SPELLINGS: Final = {
-    "float32": "float32",
-    "float": "float32",
-    "fp32": "float32",
-    "float64": "float32",
-    "double": "float32",
-    "float16": "float16",
-    "half": "float16",
-    "fp16": "float16",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-}
+_SPELLINGS: Final = {**DTYPE_SPELLINGS, "float64": "float32", "double": "float32"}
 """Spellings of dtypes in config.json, with the dtype that is served."""
 
 _LONGEST_NAME: Final = 255

@@ -4,6 +4,8 @@ import json
 import warnings
 
 import pytest
+import torch
+from pydantic import ValidationError
 
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.config.sources import leaves
@@ -17,6 +19,7 @@ from holdfast.cluster.offline.engine_args import (
 )
 from holdfast.cluster.offline.llm import LLM
 from holdfast.cluster.offline.vllm_methods import default_params
+from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
@@ -220,3 +223,28 @@ def test_none_is_the_default(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert translated({name: None}) == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "prompt"), [("generate", "hi"), ("enqueue", "hi"), ("chat", [{"role": "user", "content": "hi"}])]
+)
+def test_an_argument_that_there_is_not_is_named(llm, method, prompt):
+    with pytest.raises(TypeError, match=r"^unexpected keyword argument 'prompt_adapter_request'$"):
+        getattr(llm, method)(prompt, prompt_adapter_request=None)
+
+
+@pytest.mark.parametrize(
+    ("written", "served"),
+    [
+        *(("half", "float16"), ("fp16", "float16"), ("torch.float16", "float16"), (torch.float16, "float16")),
+        *(("float", "float32"), (torch.float32, "float32"), ("bf16", "bfloat16"), (torch.bfloat16, "bfloat16")),
+    ],
+)
+def test_a_dtype_has_the_spellings_of_torch_and_vllm(written, served):
+    assert ModelConfig(model="demo", dtype=written).dtype == served
+
+
+@pytest.mark.parametrize("written", ["double", torch.float64, "torch.int8", "fp8", "", None, 16])
+def test_a_dtype_that_no_model_is_served_in_is_refused(written):
+    with pytest.raises(ValidationError, match=r"dtype\n.*'auto', 'float32', 'bfloat16' or 'float16'"):
+        ModelConfig(model="demo", dtype=written)
