@@ -8,7 +8,7 @@ import torch
 
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError, UnsupportedModelError
-from holdfast.worker.models.pooling import Pooler, load_pooler
+from holdfast.worker.models.pooling import Pooler, check_pooled, load_pooler
 from holdfast.worker.pooling import PoolingKind, PoolingParams
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
@@ -273,3 +273,17 @@ def test_what_is_not_pooled_here_is_refused_by_name(folder, tmp_path, modules, p
     write_modules(tmp_path, *modules, pooling=pooling)
     with pytest.raises((UnsupportedModelError, ConfigurationError), match=words):
         load_pooler(worker_config(tmp_path).model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "bert", "architectures": ["BertModel"]}, "model type 'bert' .* it is an encoder"),
+        ({"model_type": "xlm-roberta", "architectures": ["XLMRobertaForSequenceClassification"]}, "it is an encoder"),
+        ({"model_type": "falcon", "architectures": ["FalconModel"]}, "not among the decoder families"),
+    ],
+)
+def test_encoders_and_other_types_are_refused_by_name(tmp_path, config, words):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=words):
+        check_pooled(worker_config(tmp_path).model, tmp_path)

@@ -41,7 +41,7 @@ from holdfast.worker.models.memory import (
 from holdfast.worker.models.native_backend import NativeBackend
 from holdfast.worker.models.next_token import NextTokenLayer
 from holdfast.worker.models.parallelize import Target
-from holdfast.worker.models.pooling import Pooler, load_pooler
+from holdfast.worker.models.pooling import Pooler, check_pooled, load_pooler
 from holdfast.worker.models.quantization.rule import rule_name
 from holdfast.worker.models.quantization.words import NOT_QUANTIZED
 from holdfast.worker.models.quantized_activations import check_quantized_activations
@@ -91,6 +91,7 @@ def load_model(
     check_block_size(config.cache.block_size or default_block_size(device), device)
     has_weights = config.model.load_format != "dummy"
     folder = model_folder(config.model, with_weights=has_weights)
+    check_pooled(config.model, folder)
     if has_weights:
         _check_room(config, folder, group, device)
     if group.rank == 0 and (told := told_of_text_model(folder)) is not None:

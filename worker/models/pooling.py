@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
+from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.safetensors_header import read_header
-from holdfast.worker.models.text_model import CLASSIFIERS, holds_text_model, is_without_head
+from holdfast.worker.models.text_model import CLASSIFIERS, holds_text_model, is_without_head, served_config
 from holdfast.worker.models.weight_files import weight_files
 from holdfast.worker.models.weights import read_json
 from holdfast.worker.pooling import (
@@ -158,6 +159,28 @@ def load_pooler(config: ModelConfig, folder: Path) -> Pooler | None:
         return None
     reader = _FolderReader(config, raw, folder)
     return reader.embedder() if task is PoolingTask.EMBED else reader.classifier()
+
+
+def check_pooled(config: ModelConfig, folder: Path) -> None:
+    """Raises `UnsupportedModelError` for a model whose states are to be pooled and are not computed here: before it is
+    loaded.
+    """
+    raw = {**read_json(folder / "config.json"), **config.hf_overrides}
+    model_type = str(served_config(raw, folder).get("model_type"))
+    if model_type in FAMILIES or _task(config, raw, folder) is None:
+        return
+    reason = "its type is not among the decoder families of the native backend, which alone pools states"
+    if model_type in _ENCODERS:
+        reason = "it is an encoder, whose tokens see those behind them; here a token sees those before it alone"
+    raise UnsupportedModelError(model_type, reason, _WAY_OUT)
+
+
+_ENCODERS: Final = frozenset(
+    {
+        *("albert", "bert", "deberta", "deberta-v2", "distilbert", "electra", "eurobert", "gte", "longformer"),
+        *("modernbert", "mpnet", "new", "nomic_bert", "roberta", "t5", "xlm-roberta", "xlm-roberta-xl"),
+    }
+)
 
 
 def max_tokens_of(folder: Path) -> int | None:

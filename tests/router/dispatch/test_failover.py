@@ -1,5 +1,7 @@
 """Failover in the dispatch core: a lost attempt is made up for by another, and the client sees nothing of it."""
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
@@ -14,8 +16,10 @@ from holdfast.worker.errors import (
     QueueFullError,
     ReplicaError,
 )
-from holdfast.worker.request import EngineRequest, FinishReason, Priority
+from holdfast.worker.pooling import PoolingParams
+from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.wire.link_requests import engine_request, submit_message
 from tests.fakes import byte_tokenizer
 from tests.router.core import Core, aborts, delivered, delta, failure, load, rejected, sent, two_replicas
 
@@ -37,6 +41,26 @@ def test_a_lost_request_goes_on_elsewhere_after_its_last_token(core):
     last = delivered(core.step(delta(again.attempt, 2, 2, finish=FinishReason.LENGTH), replica_id="b"))
     assert (last.first_token_index, last.token_ids, last.text) == (2, (2,), "bc")
     assert last.usage == Usage(num_prompt_tokens=3, num_completion_tokens=3)
+
+
+def test_a_lost_pooling_request_is_run_again_elsewhere(core):
+    """Its wish crosses the wire to the other replica, and its result comes back once."""
+    wish = PoolingParams(dimensions=2, use_activation=False)
+    request = EngineRequest(
+        request_id="x", prompt_token_ids=(1, 2), sampling_params=SamplingParams(seed=0), pooling=wish
+    )
+    text = TextStream(byte_tokenizer(), request.sampling_params)
+    first = sent(core.dispatch.submit(RequestState(request=request, model="m", text=text, deadline=core.now + 60), 0.0))
+    again = sent(core.down("a"))
+    assert again.replica_id == "b"
+    message = submit_message(again.attempt, again.request).submit
+    assert engine_request(message, "link", 10).pooling == wish
+    end = TokenDelta(again.attempt, 0, (), FinishReason.STOP, pooled=b"12345678", num_cached_tokens=1)
+    late = replace(end, attempt=first.attempt)
+    assert core.step(late, replica_id="b") == []
+    last = delivered(core.step(end, replica_id="b"))
+    assert (last.pooled, last.finish_reason, last.num_cached_tokens) == (b"12345678", FinishReason.STOP, 1)
+    assert last.usage == Usage(num_prompt_tokens=2, num_completion_tokens=0, num_cached_tokens=1)
 
 
 def test_a_late_answer_of_the_lost_attempt_is_fenced_off(core):
