@@ -1,7 +1,8 @@
 """Blocks that go from one replica to another change no bit: at 1 and 2 ranks, with states, damaged, cut off."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,15 @@ from holdfast.v1 import engine_pb2_grpc
 from holdfast.worker.cache.sealing import CheckSealer
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.engine import block_sockets, tier_mover
+from holdfast.worker.engine.block_sockets import Block, BlockServer
 from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import BlockSource, EngineRequest
 from holdfast.worker.scheduler.step_time import StepTimeModel
 from holdfast.worker.wire.link_requests import take_pins_message
-from holdfast.worker.wire.link_security import UNSECURED, LinkSecurity
+from holdfast.worker.wire.link_security import LINK_NAME, UNSECURED, LinkSecurity
 from tests import loops
+from tests.certificates import Authority
 from tests.parity.families import save_tiny_model
 from tests.parity.hybrids import request, save_hybrid
 from tests.parity.test_offload import NUM_NEW, Served, config
@@ -46,18 +49,20 @@ def two_replicas(worker: WorkerConfig, other: WorkerConfig | None = None) -> Ite
 
 
 def on_links(
-    first: Served, second: Served, ask: Callable[[str], None], security: LinkSecurity = UNSECURED, token: str = ""
+    first: Served,
+    second: Served,
+    ask: Callable[[str], None],
+    security: LinkSecurity = UNSECURED,
+    other: LinkSecurity | None = None,
 ) -> None:
-    """Calls `ask` on a thread, with the address of the first one's link, while both are linked. `token` is that of the
-    second one, if it is another.
+    """Calls `ask` on a thread, with the address of the first one's link, while both are linked. `other` is the security
+    of the second one, if it is another.
     """
 
     async def linked() -> None:
         servers = [
             await LinkServer.start(first.replica, replica_id="first", security=security),
-            await LinkServer.start(
-                second.replica, replica_id="second", security=replace(security, token=token or security.token)
-            ),
+            await LinkServer.start(second.replica, replica_id="second", security=other or security),
         ]
         try:
             await asyncio.to_thread(ask, servers[0].address)
@@ -125,6 +130,39 @@ def test_blocks_come_while_they_are_computed(folder, requests, monkeypatch):
         assert stats.received_bytes_per_s == {"": 1e9}, "the speed is that of computing"
 
 
+def test_over_tls_blocks_are_encrypted_by_a_key_that_the_links_agree_on(folder, requests, tmp_path, monkeypatch):
+    """Bytes of no block are seen on the connection; whose certificate another authority has signed gets nothing."""
+    ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
+    links = [
+        LinkSecurity(token="one", tls=one.tls(one.pair(f"{name}-link", LINK_NAME)))
+        for name, one in (("ours", ours), ("forged", others))
+    ]
+    rows: list[bytes] = []
+    frames: list[bytes] = []
+    send, take = BlockServer.send, block_sockets._receive_into
+
+    def noted_send(self: BlockServer, transfer: bytes, blocks: Sequence[Block]) -> None:
+        rows.extend(row.tobytes() for _, row in blocks)
+        send(self, transfer, blocks)
+
+    def noted_take(connection: socket.socket, left: memoryview) -> None:
+        take(connection, left)
+        frames.append(bytes(left))
+
+    monkeypatch.setattr(BlockServer, "send", noted_send)
+    monkeypatch.setattr(block_sockets, "_receive_into", noted_take)
+    with two_replicas(config(folder, None)) as (first, second):
+        told_the_same(first, second, requests[:1], security=links[0])
+        assert second.stats().num_received_tokens >= 190
+        wire = b"".join(frames)
+        assert len(wire) > sum(map(len, rows)) > 0
+        assert not any(row[:64] in wire for row in rows)
+        second.replica.engine.between_steps(second.replica.engine.forget_cache).result()
+        before = second.stats().num_received_tokens
+        told_the_same(first, second, requests[:1], security=links[0], other=links[1])
+        assert second.stats().num_received_tokens == before
+
+
 def test_states_come_with_their_prefix(tmp_path, prompts):
     folder = save_hybrid(tmp_path / "hybrid", "conv, attention, conv", max_position_embeddings=512)
     long = (prompts[0] * 4)[:200]
@@ -184,7 +222,9 @@ def test_blocks_of_another_kind_and_of_another_cluster_are_refused(folder, reque
         assert said == expected
         assert second.stats().num_received_tokens == 0
     with two_replicas(worker) as (first, second):
-        told_the_same(first, second, requests[:1], security=LinkSecurity(token="one"), token="other")
+        told_the_same(
+            first, second, requests[:1], security=LinkSecurity(token="one"), other=LinkSecurity(token="other")
+        )
         assert second.stats().num_received_tokens == 0
 
 
