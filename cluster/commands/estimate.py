@@ -116,6 +116,12 @@ def _print_estimate(config: "WorkerConfig") -> None:
         slots = f", or a state in the place of each {room.state_blocks}"
     print(f"in {readable_bytes(cache_bytes)}  {num_blocks} blocks{slots}")
     print(f"            {num_sequences} sequences of {needs.max_model_len} tokens, the longest this model takes")
+    if config.cache.kv_transfer and needs.window is None:
+        sent = needs.kv_bytes_per_token * config.parallel.tensor_parallel_size
+        speeds = " | ".join(f"{gbit * GBIT_BYTES // sent:,}" for gbit in LINKS_GBIT)
+        links = " | ".join(map(str, LINKS_GBIT))
+        print(f"transfers   over {links} Gbit/s a prompt's blocks come from another replica sooner than they are")
+        print(f"            computed where that takes fewer than {speeds} tokens a second")
 
 
 def _cache_bytes_here(config: "WorkerConfig", needs: "MemoryEstimator") -> int:
@@ -129,6 +135,12 @@ def _cache_bytes_here(config: "WorkerConfig", needs: "MemoryEstimator") -> int:
     _, total = torch.cuda.mem_get_info()
     default_bytes = max(0, int(total * config.cache.gpu_memory_utilization) - needs.weight_bytes)
     return needs.default_cache_bytes(config, default_bytes, is_gpu=True)
+
+
+GBIT_BYTES: Final = 125_000_000
+"""Bytes a second."""
+LINKS_GBIT: Final = (1, 10, 100)
+"""Links between hosts that an estimate of transfers is made for."""
 
 
 # --- resources of a pod ---

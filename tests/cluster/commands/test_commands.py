@@ -50,6 +50,12 @@ def test_estimate_says_what_a_model_needs(tiny_model: Path, capsys: pytest.Captu
     assert "in 1020 KiB" in shown
     assert "85 blocks" in shown
     assert "5 sequences of 256 tokens" in shown
+    assert "fewer than 162,760 | 1,627,604 | 16,276,041 tokens a second" in shown, "125 MB/s are so many times 768 B"
+
+
+def test_estimate_says_nothing_of_transfers_where_there_are_none(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(["estimate", str(tiny_model), "--no-kv-transfer"]) == 0
+    assert "transfers" not in capsys.readouterr().out
 
 
 def test_estimate_says_what_steps_should_take_on_a_device(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
