@@ -184,7 +184,8 @@ class InferenceEngine:
 
         With a `lora_request` it runs with that adapter. Raises `ConfigurationError` where its folder cannot be read.
         """
-        router, model = self._running()[1], self.model_with(lora_request)
+        router = self._running()[1]
+        model = router.model if lora_request is None else self.model_with(lora_request)
         request = self._request(router, prompt, params, callback, request_id, service, is_awaited=False, model=model)
         router.submit(request)
         return request

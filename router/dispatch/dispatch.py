@@ -96,7 +96,9 @@ class Dispatch:
         self._requests.add(state)
         if not state.has_first_token:
             self.stats.first_tokens[model].num_arrived += 1
-        actions: list[Action] = [] if replica is None else self._placement.send_first(state, replica, now)
+        actions: list[Action] = [] if replica is None else [self._placement.send(state, replica, now)]
+        if replica is not None and state.next_replica_id:
+            actions += self._placement.send_ahead(state, replica)
         if self._queue.num_waiting:  # a submission adds to the retry budget of all models
             actions += self._placement.drain_all(now)
         return actions

@@ -79,17 +79,16 @@ class Placement:
         request = state.continuation(max(0.0, state.deadline - now), poison_risk, source)
         return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
 
-    def send_first(self, state: RequestState, replica: ReplicaState, now: float) -> list[Action]:
-        """`send` of a request that has waited here. One whose prompt is computed for another replica is told of there:
-        its blocks go on their way while the next ones are computed.
+    def send_ahead(self, state: RequestState, replica: ReplicaState) -> list[Action]:
+        """Announces a request that was just sent to `replica` to the one that its prompt is computed for: blocks go
+        on their way while the next ones are computed.
         """
-        submission = self.send(state, replica, now)
-        target = self._registry.get(state.next_replica_id) if state.next_replica_id else None
+        target = self._registry.get(state.next_replica_id)
         if target is None or replica.role is not Role.PREFILL or not replica.sends_blocks_to(target):
-            return [submission]
+            return []
         source = BlockSource(replica.facts.address, len(state.request.prompt_token_ids), is_computing=True)
         later = state.continuation(block_source=source)
-        return [submission, SendAhead(replica_id=target.facts.replica_id, request=later)]
+        return [SendAhead(replica_id=target.facts.replica_id, request=later)]
 
     def drain(self, model: str, now: float) -> list[Action]:
         """Moves requests off retiring replicas, then sends waiting requests while there is room."""
@@ -106,7 +105,9 @@ class Placement:
                 self.quarantine.begin_trial(state)
             if state.status.is_retry:
                 self._retries.take(1.0, now)
-            actions += self.send_first(state, replica, now)
+            actions.append(self.send(state, replica, now))
+            if state.next_replica_id:
+                actions += self.send_ahead(state, replica)
         return actions
 
     def drain_all(self, now: float) -> list[Action]:

@@ -387,9 +387,10 @@ class Scheduler:
     def _let_time_pass(self, now: float) -> None:
         """Classes improve with waiting, and requests whose time is up are dropped."""
         self._queues.waiting.advance(now)
-        self.pinning.now = now
-        if now >= self.pinning.next_end_s:
-            self.pinning.end(now)
+        pinning = self._queues.pinning
+        pinning.now = now
+        if now >= pinning.next_end_s:
+            pinning.end(now)
         while (sequence := self.deadlines.next_expired(now)) is not None:
             self._drop(sequence)
             self.dropped.append(DroppedRequest(sequence.attempt, sequence.request, DropReason.EXPIRED))
