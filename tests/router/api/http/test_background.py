@@ -34,8 +34,7 @@ async def events_of(client: openai.AsyncOpenAI, response_id: str, after: int | N
     return [event async for event in await client.responses.retrieve(response_id, stream=True, **more)]
 
 
-@on_a_loop
-async def test_it_is_the_response_that_a_client_that_waits_gets_and_its_events_are_replayed(tmp_path):
+async def check_replays(tmp_path):
     async with storing(tmp_path) as (_, client):
         waited_for = await client.responses.create(input="hello", **LONG)
         await client.responses.delete(waited_for.id)
@@ -51,6 +50,19 @@ async def test_it_is_the_response_that_a_client_that_waits_gets_and_its_events_a
             assert await events_of(client, queued.id, after) == events[after + 1 :]
         follows = await client.responses.create(input="more", previous_response_id=queued.id, **SHORT)
         assert follows.status == "incomplete"
+
+
+@on_a_loop
+async def test_it_is_the_response_that_a_client_that_waits_gets_and_its_events_are_replayed(tmp_path):
+    await check_replays(tmp_path)
+
+
+@on_a_loop
+async def test_planted_a_replay_that_skips_an_event_is_found(tmp_path, monkeypatch):
+    events_after = background._events_after
+    monkeypatch.setattr(background, "_events_after", lambda piece, after: events_after(piece, after + 1))
+    with pytest.raises(AssertionError):
+        await check_replays(tmp_path)
 
 
 @on_a_loop
