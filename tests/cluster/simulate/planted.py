@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -26,6 +27,7 @@ from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.cache import prefix_cache as prefix_cache_module
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.pins import Pins
+from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.cache.window_blocks import WindowBlocks, WindowTable
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.engine_core import EngineCore, OutputQueue
@@ -38,6 +40,7 @@ from holdfast.worker.scheduler import sequence as sequence_module
 from holdfast.worker.scheduler.kept_prefixes import Pinning
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence
+from holdfast.worker.step_plan import StateCopy
 from holdfast.worker.step_update import StepListener, StepUpdate
 
 
@@ -394,6 +397,40 @@ def pin_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pinning, "keep", lambda self, prefix, now: keep(self, prefix._replace(tenant=""), now))
 
 
+def leave_the_state_of_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks, and sequences that begin from a snapshot, get a slot and no copy of the state."""
+    monkeypatch.setattr(StateSlots, "take_copy", lambda slots, source: slots.take())
+
+
+def keep_states_a_step_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots are copied once the next step has run."""
+    take_copies, late = StateSlots.take_copies, WeakKeyDictionary[StateSlots, list[StateCopy]]()
+
+    def delayed(slots: StateSlots) -> tuple[StateCopy, ...]:
+        copies, due = take_copies(slots), late.get(slots, [])
+        late[slots] = [copy for copy in copies if not slots._allocator.ref_count(copy[1])]
+        return (*due, *(copy for copy in copies if copy not in late[slots]))
+
+    monkeypatch.setattr(StateSlots, "take_copies", delayed)
+
+
+def give_back_the_memory_of_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a slot goes to blocks although a snapshot is in it."""
+    take_idle = StateSlots.take_idle
+
+    def hasty(slots: StateSlots) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        blocks, idle = take_idle(slots)
+        owners = slots._allocator.ref_count
+        return blocks, idle or tuple(slot for slot in slots._lent if not owners(slot))
+
+    monkeypatch.setattr(StateSlots, "take_idle", hasty)
+
+
+def forget_what_a_state_weighs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A waiting sequence is admitted without a look at the blocks in whose place its state will be."""
+    monkeypatch.setattr(SequenceQueues, "num_promised_blocks", lambda queues, num_tokens: 0)
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     bug.__name__: bug
     for bug in (
@@ -405,6 +442,10 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         let_pins_leak,
         pin_for_nobody,
         give_back_what_a_window_sees,
+        leave_the_state_of_a_fork,
+        keep_states_a_step_late,
+        give_back_the_memory_of_snapshots,
+        forget_what_a_state_weighs,
         drop_the_fence,
         reuse_a_freed_block,
         hand_out_a_block_twice,
