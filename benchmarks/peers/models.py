@@ -1,6 +1,7 @@
-"""Random-weight models that all servers run: S has 18.9 million parameters, M the shape of Qwen2.5-0.5B.
+"""Random-weight models that servers run: S has 18.9 million parameters, M the shape of Qwen2.5-0.5B. Hybrids have
+fewer layers: L is LFM2-1.2B with 6 of 16, Q is Qwen3.5-0.8B with 8 of 24 and a quarter of the vocabulary.
 
-    python -m benchmarks.peers.models [--folder FOLDER] [S M]
+    python -m benchmarks.peers.models [--folder FOLDER] [S M L Q]
 
 Weights are drawn from a fixed seed and stored as bf16 safetensors, with a tokenizer (`tokenizer.py`): speed does not
 depend on what a model says, and nothing has to be downloaded.
@@ -14,7 +15,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GenerationConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 from benchmarks.peers.folders import Folders
 from benchmarks.peers.tokenizer import SPECIAL_TOKENS, make_tokenizer
@@ -64,6 +75,47 @@ SHAPES: Final = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
             "tie_word_embeddings": True,
             "use_sliding_window": False,
+        },
+    ),
+    "L": Shape(
+        make_config=Lfm2Config,
+        make_model=Lfm2ForCausalLM,
+        sizes={
+            "vocab_size": 65_536,
+            "hidden_size": 2048,
+            "num_hidden_layers": 6,
+            "layer_types": ["conv", "conv", "full_attention"] * 2,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 12_288,
+            "conv_L_cache": 3,
+            "max_position_embeddings": 32_768,
+            "norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Q": Shape(
+        make_config=Qwen3_5TextConfig,
+        make_model=Qwen3_5ForCausalLM,
+        sizes={
+            "vocab_size": 62_080,
+            "hidden_size": 1024,
+            "num_hidden_layers": 8,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "intermediate_size": 3584,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+            "tie_word_embeddings": True,
         },
     ),
 }
