@@ -210,7 +210,7 @@ def test_a_peer_that_cannot_be_installed_is_left_out_with_its_reason(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models", "S,Q"], "models: no such model: Q"),
+        (["--models", "S,X"], "models: no such model: X"),
         (["--cases", "z"], "cases: no such case: z"),
         (["--peers", "nobody"], "peers: no such peer: nobody"),
         (["--rounds", "0"], "rounds: 0: must be at least 1"),
