@@ -18,7 +18,7 @@ from holdfast.cluster.offline.engine_args import DEFAULTS, WITHOUT_EFFECT
 from holdfast.cluster.offline.llm import LLM
 from holdfast.cluster.offline.outputs import CompletionOutput, RequestOutput
 from holdfast.cluster.offline.request_handle import RequestHandle
-from holdfast.cluster.offline.vllm_methods import Refused
+from holdfast.cluster.offline.vllm_methods import Metric, Refused
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
@@ -28,6 +28,8 @@ _SWITCHES: Final = {"async_scheduling", "enable_prefix_caching"} | WITHOUT_EFFEC
 """They may stand on a command line without a value."""
 
 _SHORT: Final = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
+
+_LOOK_S: Final = 0.05
 
 
 class _Methods:
@@ -95,6 +97,11 @@ class _Engine(Refused):
         """Same as `LLM.get_tokenizer`."""
         return self._llm.get_tokenizer()
 
+    @property
+    def tokenizer(self) -> ChatTokenizer:
+        """The same."""
+        return self.get_tokenizer()
+
     def shutdown(self, timeout: float | None = None) -> None:
         """Ends the engine and its ranks; requests that run are aborted. Safe to call twice."""
         self._llm.close()
@@ -144,6 +151,30 @@ class AsyncLLMEngine(_Engine):
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Same as `LLM.reset_prefix_cache`."""
         return self._llm.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    async def reset_mm_cache(self) -> None:
+        """There is none: models take text alone."""
+
+    async def reset_encoder_cache(self) -> None:
+        """There is none: models take text alone."""
+
+    async def is_sleeping(self) -> bool:
+        """False: an engine never sleeps here."""
+        return False
+
+    async def is_paused(self) -> bool:
+        """False: generation is never paused."""
+        return False
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that wait or run."""
+        return _num_unfinished(self._llm)
+
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Returns when no request waits or runs. Raises `TimeoutError` after `drain_timeout` seconds."""
+        async with asyncio.timeout(drain_timeout):
+            while _num_unfinished(self._llm):
+                await asyncio.sleep(_LOOK_S)
 
     @property
     def is_running(self) -> bool:
@@ -218,6 +249,27 @@ class LLMEngine(_Engine):
         """Requests of which outputs are still to come."""
         return len(self._running)
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Same as `LLM.reset_prefix_cache`."""
+        return self._llm.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def reset_mm_cache(self) -> None:
+        """There is none: models take text alone."""
+
+    def reset_encoder_cache(self) -> None:
+        """There is none: models take text alone."""
+
+    def is_sleeping(self) -> bool:
+        """False: an engine never sleeps here."""
+        return False
+
+    def get_metrics(self) -> list[Metric]:
+        """Same as `LLM.get_metrics`."""
+        return self._llm.get_metrics()
+
+    def do_log_stats(self) -> None:
+        """Does nothing: `get_metrics` has the counts."""
+
     def step(self) -> list[RequestOutput]:
         """Waits for the next output of any request. Raises what ended a request. Empty where none runs."""
         if not self._running:
@@ -232,6 +284,11 @@ class LLMEngine(_Engine):
             raise output.error
         shown = _shown(output, before, params.wanted_output_kind)
         return [] if shown is None else [shown]
+
+
+def _num_unfinished(llm: LLM) -> int:
+    stats = llm.get_stats()
+    return stats.num_waiting + stats.num_running
 
 
 def _submitted(

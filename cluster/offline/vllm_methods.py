@@ -27,6 +27,7 @@ def refused(name: str, reason: str) -> Callable[..., NoReturn]:
 
 _NO_CODE: Final = "ranks run no code of callers; update_weights() brings them other weights"
 _NO_PROFILER: Final = "there is no profiler inside; get_stats() and get_metrics() have counts and times"
+_OWN_ADAPTERS: Final = "adapters come with lora_request; the least recently used leaves memory for a new one"
 _OWN_UPDATE: Final = "update_weights() takes a folder or tensors, in one call"
 
 
@@ -43,6 +44,9 @@ class Refused:
     encode = refused("encode", "embed(), classify() and score() name what they give")
     reward = refused("reward", "classify() gives the scores of a reward model's head")
     add_lora = refused("add_lora", "give lora_request to generate: an adapter is loaded with its first request")
+    remove_lora = refused("remove_lora", _OWN_ADAPTERS)
+    pin_lora = refused("pin_lora", _OWN_ADAPTERS)
+    list_loras = refused("list_loras", _OWN_ADAPTERS)
     init_weight_transfer_engine = refused("init_weight_transfer_engine", _OWN_UPDATE)
     start_weight_update = refused("start_weight_update", _OWN_UPDATE)
     start_draft_weight_update = refused("start_draft_weight_update", _OWN_UPDATE)
@@ -50,6 +54,12 @@ class Refused:
     update_weight_version = refused("update_weight_version", _OWN_UPDATE)
     get_weight_version = refused("get_weight_version", _OWN_UPDATE)
     shutdown_weight_transfer_engine = refused("shutdown_weight_transfer_engine", _OWN_UPDATE)
+    set_weight_version = refused("set_weight_version", _OWN_UPDATE)
+    compute_weight_checksums = refused("compute_weight_checksums", "replicas check their weights by known answers")
+    from_vllm_config = refused("from_vllm_config", "from_engine_args() takes all arguments")
+    pause_generation = refused("pause_generation", "requests wait while update_weights() runs")
+    resume_generation = refused("resume_generation", "generation is never paused")
+    scale_elastic_ep = refused("scale_elastic_ep", "the number of ranks is that of the start")
 
 
 class VllmMethods(Refused):

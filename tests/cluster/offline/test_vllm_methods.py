@@ -165,3 +165,40 @@ def test_an_engine_is_stepped_to_its_end(tiny_model, expected):
     for kind in KINDS:
         assert joined(outputs[kind.name], kind) == expected.outputs[0].token_ids
     engine.shutdown()
+
+
+def test_an_engine_answers_what_scripts_ask_of_it(tiny_model, expected):
+    engine = LLMEngine.from_engine_args(args_of(tiny_model))
+    engine.add_request("one", {"prompt_token_ids": PROMPT}, GREEDY)
+    outputs = [output for _ in iter(engine.has_unfinished_requests, False) for output in engine.step()]
+    assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
+    assert engine.reset_prefix_cache() is True
+    assert engine.is_sleeping() is False
+    assert {metric.name for metric in engine.get_metrics()} >= {"vllm:generation_tokens"}
+    assert engine.tokenizer.encode("hello") == engine.get_tokenizer().encode("hello")
+    for name in REFUSED:
+        with pytest.raises(InvalidRequestError, match=f"^{name} = "):
+            getattr(engine, name)()
+    engine.shutdown()
+
+
+def test_an_engine_of_coroutines_waits_until_nothing_runs(tiny_model):
+    async def drained(engine: AsyncLLMEngine) -> int:
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        stream = engine.generate({"prompt_token_ids": PROMPT}, params, "runs")
+        await anext(stream)
+        with pytest.raises(TimeoutError):
+            await engine.wait_for_requests_to_drain(0)
+        reading = asyncio.ensure_future(_num_read(stream))
+        await engine.wait_for_requests_to_drain()
+        assert engine.get_num_unfinished_requests() == 0
+        assert (await engine.is_sleeping(), await engine.is_paused()) == (False, False)
+        return await reading
+
+    engine = AsyncLLMEngine.from_engine_args(args_of(tiny_model, AsyncEngineArgs))
+    assert asyncio.run(drained(engine)) > 0
+    engine.shutdown()
+
+
+async def _num_read(stream) -> int:
+    return len([output async for output in stream])
