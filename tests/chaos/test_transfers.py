@@ -47,13 +47,18 @@ def alone(folder) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-async def figures(client: AsyncClient) -> dict[str, int]:
+async def figures(client: AsyncClient, names: Sequence[str]) -> dict[str, int]:
     """Sums over the replicas."""
     loads = (await client.get_load()).replicas
-    return {name: sum(getattr(one.stats, name) for one in loads) for name in ("num_received_tokens", "received_bytes")}
+    return {name: sum(getattr(one.stats, name) for one in loads) for name in names}
 
 
-async def under(cluster: Served, event, wishes: Sequence[Wish] = WISHES) -> tuple[list[Answer], dict[str, int]]:
+RECEIVED = ("num_received_tokens", "received_bytes")
+
+
+async def under(
+    cluster: Served, event, wishes: Sequence[Wish] = WISHES, figures_of: Sequence[str] = RECEIVED
+) -> tuple[list[Answer], dict[str, int]]:
     """What all streams were told, `event` having happened once each of them had a token; and figures afterwards."""
     started = asyncio.Semaphore(0)
     async with AsyncClient(cluster.routers[0]) as client:
@@ -62,7 +67,7 @@ async def under(cluster: Served, event, wishes: Sequence[Wish] = WISHES) -> tupl
             await started.acquire()
         await event(client)
         answers = await asyncio.gather(*streams)
-        return answers, await figures(client)
+        return answers, await figures(client, figures_of)
 
 
 def check(answers: Sequence[Answer], alone: Sequence[list[int]]) -> None:
@@ -98,3 +103,21 @@ def test_prompts_are_computed_by_one_replica_and_decoded_by_the_other_until_one_
         answers, sums = loops.run(under(cluster, kill), timeout_s=200)
     check(answers, alone)
     assert victim is not None or sums["num_received_tokens"] > 300
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_a_killed_replicas_streams_go_on_with_what_it_has_put_on_the_disk(folder, alone, tmp_path):
+    """Replicas of a host share the folder; blocks do not go from one to the other."""
+
+    async def kill(client: AsyncClient) -> None:
+        while sum(one.stats.num_disk_blocks for one in (await client.get_load()).replicas) < 200:
+            await asyncio.sleep(0.1)
+        cluster.named(":Replica")[0].kill()
+
+    flags = (*TWO, "--no-kv-transfer", "--kv-offload-disk", f"{tmp_path},1GB")
+    with served(folder, *flags) as cluster:
+        answers, sums = loops.run(under(cluster, kill, figures_of=("num_disk_hit_tokens",)), timeout_s=200)
+    check(answers, alone)
+    assert sums["num_disk_hit_tokens"] > 300
