@@ -25,6 +25,7 @@ READ_BY = {
     "router/api/http/message_batches.py": "`created_at` of Anthropic's objects, which outlive processes",
     "router/api/http/conversations.py": "`created_at` of OpenAI's objects",
     "router/api/http/files.py": "`created_at` and `expires_at` of OpenAI's objects, which outlive processes",
+    "router/api/http/pooling.py": "`created` of vLLM's answers",
     "router/api/http/submission.py": "`created` of OpenAI's answers",
     "router/api/open_inference/model_info.py": "the time of the last inference, in the Open Inference Protocol",
     "router/api/operators.py": "the time of an error",

@@ -383,6 +383,9 @@ def _escapes(root: Any) -> str:
         elif isinstance(node, str):
             has_controls |= any((char < " " or char == "\x7f") and char not in _SPELLED for char in node)
     if has_controls and has_open_objects:
-        limit = "has a control character in a text, which cannot be enforced beside objects with additionalProperties"
+        limit = (
+            "has a control character in a text of const, enum or properties, which cannot be enforced beside objects "
+            "with properties or required whose additionalProperties is not false"
+        )
         raise SchemaError("", None, limit)
     return 'nrbtf\\"u' if has_controls else 'nrbtf\\"'

@@ -40,6 +40,7 @@ _KEYWORDS: Final = (  # of a JSON schema, where llguidance's errors do not name 
     ("required property", "required"),
     ("min/maxProperties", "minProperties, maxProperties"),
     ("required > maxProperties", "maxProperties"),
+    ("circular references", "$ref"),
 )
 
 _BYTES: Final = LLTokenizer("byte")
@@ -112,8 +113,19 @@ class GrammarCompiler:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
         if is_error:
             message = "; ".join(messages)
-            keyword = next((f"{keyword}: " for sign, keyword in _KEYWORDS if sign in message), "")
-            raise InvalidRequestError(field, text, f"cannot be enforced: {keyword}{message}")
+            keyword = next((keyword for sign, keyword in _KEYWORDS if sign in message), "")
+            if message.startswith("Unsatisfiable"):
+                keyword = keyword or _keywords(text)
+            raise InvalidRequestError(field, text, f"cannot be enforced: {keyword}{': ' * bool(keyword)}{message}")
+
+
+def _keywords(text: str) -> str:
+    """The keywords at the root of a schema."""
+    try:
+        schema = json.loads(text)
+    except ValueError:
+        return ""
+    return ", ".join(sorted(schema.keys() - {"$defs", "definitions"})) if isinstance(schema, dict) else ""
 
 
 def _has_no_beginning(grammar: str, tokenizer: LLTokenizer) -> bool:

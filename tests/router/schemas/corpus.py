@@ -3,8 +3,8 @@
     python -m tests.router.schemas.corpus [FOLDER]
 
 The schemas are those of JSON-Schema-Test-Suite (source distribution of `jsonschema`) and of `check-jsonschema`,
-with each of their definitions by itself; they are fetched from the package index unless FOLDER has them. Outputs are
-seeded walks: no model is needed.
+with each of their definitions by itself; they are fetched from the package index unless FOLDER has them. Others are
+drawn by seeds. Outputs are seeded walks: no model is needed.
 """
 
 import json
@@ -21,6 +21,7 @@ from typing import Any, Final, NamedTuple
 import jsonschema
 
 from holdfast.worker.errors import InvalidRequestError
+from tests.router.schemas.drawn import drawn_schema
 from tests.router.schemas.walks import Walker
 
 SUITE, REAL = "jsonschema==4.26.0", "check-jsonschema==0.39.0"
@@ -37,6 +38,7 @@ _KEYWORDS: Final = frozenset().union(*(kind.VALIDATORS for kind in _VALIDATORS.v
 }
 _LARGEST: Final = 64 * 2**10
 _NUM_WALKS: Final = 4
+_NUM_DRAWN: Final = 2_000
 
 
 class Case(NamedTuple):
@@ -123,6 +125,12 @@ def real(folder: Path) -> Iterator[Case]:
                 yield Case(f"{path.stem}#{name}", schema, validator)
 
 
+def drawn(seeds: range) -> Iterator[Case]:
+    """Schemas drawn by seeds."""
+    for seed in seeds:
+        yield Case(f"seed {seed}", drawn_schema(seed), jsonschema.Draft202012Validator)
+
+
 def _reached(root: Mapping[str, Any], place: str, name: str) -> dict[str, Any]:
     """The definitions that one of them needs."""
     found: dict[str, Any] = {}
@@ -171,7 +179,7 @@ def run(folder: Path) -> int:
     """How many faults there are. Prints each, and counts."""
     tests, schemas = fetch(folder)
     walker, num_faults = Walker(), 0
-    for title, cases in (("suite", suite(tests)), ("real", real(schemas))):
+    for title, cases in (("suite", suite(tests)), ("real", real(schemas)), ("drawn", drawn(range(_NUM_DRAWN)))):
         counts = Counter[str]()
         for case in cases:
             if len(json.dumps(case.schema)) > _LARGEST:
