@@ -13,17 +13,16 @@ from holdfast.cluster.config.sources import environment_layer, file_layer, resol
 from holdfast.cluster.scaling.demand_book import ScalingConfig
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig, SecurityConfig
 from holdfast.worker.config import (
-    Bytes,
     CacheConfig,
     HealthConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
-    Settings,
     SpeculationConfig,
     TelemetryConfig,
     WorkerConfig,
 )
+from holdfast.worker.settings import Bytes, Settings
 
 _OF_CLUSTER: Final = ("replicas", "cpus_per_rank", "rank_resources")
 """Settings of the section `cluster` that an entry may set."""

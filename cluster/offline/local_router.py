@@ -22,10 +22,11 @@ from holdfast.router.requests.request_processor import Pipeline, RequestProcesso
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.adapter import Adapter
-from holdfast.worker.config import MAX_WHOLE, ServiceOrderConfig
+from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import HoldfastError, ReplicaError, RequestAbortedError
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.replica.replica import Replica
+from holdfast.worker.settings import MAX_WHOLE
 from holdfast.worker.step_update import StepUpdate
 
 ResultT = TypeVar("ResultT")

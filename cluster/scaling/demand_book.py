@@ -10,7 +10,7 @@ from typing import Final
 from pydantic import Field, model_validator
 
 from holdfast.router.demand import ModelDemand, merged, with_counts_of, with_counts_since
-from holdfast.worker.config import Settings
+from holdfast.worker.settings import Settings
 
 FRESH_S: Final = 5.0
 """Seconds for which a router's report counts; one comes every second or so."""

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from holdfast.worker.config import DTYPE_SPELLINGS, ModelConfig
+from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.checks import (
     OTHER_ENGINE,
@@ -29,6 +29,7 @@ from holdfast.worker.models.checks import (
 from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
 from holdfast.worker.models.text_model import holds_text_model, key_mapping, served_config, text_name
 from holdfast.worker.models.weight_files import check_folder, num_tensors
+from holdfast.worker.settings import DTYPE_SPELLINGS
 
 ATTENTION: Final = "holdfast_paged"
 """The name under which `model.py` registers the paged attention with transformers."""

@@ -7,8 +7,8 @@ import pytest
 from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig, load_config
 from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.cluster.config.sources import keyword_layer, leaves
-from holdfast.worker.config import MAX_BYTES, MAX_WHOLE
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.settings import MAX_BYTES, MAX_WHOLE
 
 
 def load(flags: Layer | None = None, file: Path | None = None, **environ: str) -> LoadedConfig:
