@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from holdfast.worker.cache.block_store import BlockStore
 from holdfast.worker.cache.sealing import WrongDigestError
 from holdfast.worker.engine.block_sockets import Block, BlockReceiver, BlockServer, TransferKey
+from holdfast.worker.engine.mover_counts import MoverCounts, MoverEvents
 from holdfast.worker.engine.tier_mover import KV, Place
 from holdfast.worker.executors.block_bytes import BlockBytes, Bytes
 
@@ -34,50 +35,9 @@ NEWS_S: Final = 1.0
 """Time between two looks at what other processes have stored."""
 LATE_S: Final = 0.5
 """Seconds to wait for a piece that the leader already has."""
-LEAST_MEASURED_BYTES: Final = 1 << 16
-"""Shorter transfers tell nothing of the speed: they take as long as their beginning."""
-MAX_HOSTS: Final = 64
-"""Hosts whose speed is remembered."""
 PAUSE_S: Final = 5.0
 """After a write that failed none is tried for so long."""
 _CLOSE_S: Final = 5.0
-_WEIGHT: Final = 0.2
-
-
-class MoverEvents(NamedTuple):
-    """Events for a leader, on the mover's thread."""
-
-    on_news: Callable[[list[bytes], list[bytes]], None]
-    """Names that came to the store, and those that went."""
-    on_piece: Callable[[int], None]
-    """The next piece of a ticket is there."""
-    on_written: Callable[[], None]
-    """There is room for more."""
-    on_failed: Callable[[int], None]
-    """A ticket gets no further piece: another replica does not send it."""
-
-
-class MoverCounts:
-    """Counts of a mover. Written by its thread, read by any."""
-
-    def __init__(self) -> None:
-        self.num_blocks = 0
-        self.num_bytes = 0
-        self.num_failures = 0
-        """Blocks with a wrong digest."""
-        self.num_errors = 0
-        """Writes and reads that failed."""
-        self.staged_bytes = 0
-        self.read_s_per_byte = 1e-9
-        """Seconds per byte of the disk, digests and copies; measured."""
-        self.copy_s_per_byte = 5e-10
-        """CPU time of the thread of the steps; measured."""
-        self.write_s_per_byte = 1e-9
-        """CPU time of the mover's thread; measured."""
-        self.received_bytes_per_s: Mapping[str, float] = {"": 1e9}
-        """Speed of transfers by the other replica's host, and of all by the name ""; measured."""
-        self.num_received_bytes = 0
-        self.num_sent_bytes = 0
 
 
 class Sender(NamedTuple):
@@ -178,7 +138,7 @@ class BlockMover:
             if own:
                 rows = pool.read([place for _, place in own])
                 batch += zip([name for name, _ in own], rows, strict=True)
-        self._note("copy_s_per_byte", began_s, time.thread_time(), _size(batch))
+        self.counts.note("copy_s_per_byte", began_s, time.thread_time(), _size(batch))
         return batch
 
     def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
@@ -298,7 +258,7 @@ class BlockMover:
         except OSError as error:
             self._complain("reading from", error)
         size = sum(map(len, found.values()))
-        self._note("read_s_per_byte", began_s, time.monotonic(), size)
+        self.counts.note("read_s_per_byte", began_s, time.monotonic(), size)
         self._hand_on(fetch, found)
 
     def _hand_on(self, fetch: _Fetch, found: dict[bytes, Bytes]) -> bool:
@@ -320,7 +280,7 @@ class BlockMover:
         try:
             if time.monotonic() >= self._paused_until:
                 self._store.put([(name, row.data) for name, row in batch])
-                self._note("write_s_per_byte", began_s, time.thread_time(), _size(batch))
+                self.counts.note("write_s_per_byte", began_s, time.thread_time(), _size(batch))
         except OSError as error:
             self._complain("writing to", error)
             self._paused_until = time.monotonic() + PAUSE_S
@@ -369,7 +329,7 @@ class BlockMover:
         """The connection is closed. A piece that is not whole is handed on, and then what is missing is computed."""
         self.counts.num_received_bytes += fetch.num_bytes
         if not sender.is_computing:
-            self._note_speed(sender.address[0], time.monotonic() - fetch.began_s, fetch.num_bytes)
+            self.counts.note_speed(sender.address[0], time.monotonic() - fetch.began_s, fetch.num_bytes)
         if isinstance(error, WrongDigestError):
             self.counts.num_failures += 1
         if error is not None:
@@ -392,22 +352,6 @@ class BlockMover:
     def _complain(self, what: str, error: OSError) -> None:
         self.counts.num_errors += 1
         logger.warning("%s the block store failed; this operation was skipped: %s", what, error)
-
-    def _note(self, name: str, began_s: float, ended_s: float, num_bytes: int) -> None:
-        if num_bytes:
-            old = getattr(self.counts, name)
-            setattr(self.counts, name, old + _WEIGHT * ((ended_s - began_s) / num_bytes - old))
-
-    def _note_speed(self, host: str, lasted_s: float, num_bytes: int) -> None:
-        if num_bytes < LEAST_MEASURED_BYTES:
-            return
-        old = self.counts.received_bytes_per_s
-        found = {name: old.get(name, old[""]) for name in ("", host)}
-        # A mean of times, as each byte counts: mean speeds would forget how slow the slow ones are.
-        means = {name: 1 / (1 / speed + _WEIGHT * (lasted_s / num_bytes - 1 / speed)) for name, speed in found.items()}
-        others = {name: speed for name, speed in old.items() if name not in found}
-        kept = list(others.items())[-MAX_HOSTS:]
-        self.counts.received_bytes_per_s = {**dict(kept), **means}
 
     def _measure(self) -> None:
         """Measures the least cost of reading, before anything was read: digest and copy of some rows."""

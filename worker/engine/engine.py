@@ -19,11 +19,11 @@ from functools import partial
 from typing import Final, TypeVar
 
 from holdfast.worker.engine.adapters import AdapterOrders
-from holdfast.worker.engine.block_mover import MoverEvents
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.held_requests import AdapterDesk
 from holdfast.worker.engine.inbox import Inbox
+from holdfast.worker.engine.mover_counts import MoverEvents
 from holdfast.worker.engine.overlapping import RunLength, StepsInFlight
 from holdfast.worker.engine.request_guards import NumbersCheck
 from holdfast.worker.engine.sendings import Sendings

@@ -25,8 +25,9 @@ from holdfast.worker.cache.block_store import BlockStore
 from holdfast.worker.cache.sealing import sealer_of
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
-from holdfast.worker.engine.block_mover import BlockMover, MoverCounts, MoverEvents, Sender
+from holdfast.worker.engine.block_mover import BlockMover, Sender
 from holdfast.worker.engine.block_sockets import TransferKey
+from holdfast.worker.engine.mover_counts import MoverCounts, MoverEvents
 from holdfast.worker.engine.tier_mover import KV, NAME_BYTES, STATE, Place
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.block_bytes import BlockMemory
