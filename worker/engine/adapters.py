@@ -6,7 +6,7 @@ between two steps ─► the slot holds it on all ranks, or on none ─► the r
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Final
 
@@ -52,6 +52,15 @@ class RankAdapters:
         if not folder.has_effect:
             logger.warning("%s: it adds nothing but zeros, so that outputs are those of the model alone", folder.given)
         return self._executor().pack_adapter(self._places.apply(folder))
+
+    def load_named(self, folders: Mapping[str, str]) -> tuple[Adapter, ...]:
+        """Adapters that the settings name, each of which was read and packed once: what is wrong ends the start."""
+        found = []
+        for name, path in folders.items():
+            adapter = Adapter.in_folder(name, path)
+            self.load(adapter)
+            found.append(adapter)
+        return tuple(found)
 
     def fetch(self, ticket: int, adapter: Adapter, then: Callable[[], None] = lambda: None) -> None:
         """Begins to load, on a thread; calls `then` there when that is over."""

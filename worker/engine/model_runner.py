@@ -4,14 +4,12 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 
-from holdfast.worker.adapter import Adapter
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
@@ -28,8 +26,15 @@ from holdfast.worker.engine.rank_orders import (
     read_reload,
     reload_message,
 )
-from holdfast.worker.engine.self_check import SelfCheck
-from holdfast.worker.engine.step_results import dead_ends, fitting, prompts_of, sampled_result, step_result
+from holdfast.worker.engine.self_check import Outcome, SelfCheck, lead_check
+from holdfast.worker.engine.step_results import (
+    LaunchedStep,
+    dead_ends,
+    fitting,
+    prompts_of,
+    sampled_result,
+    step_result,
+)
 from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError, UnsupportedModelError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.mapped_files import trim_heap
@@ -53,14 +58,6 @@ from holdfast.worker.step_plan import StepPlan, StepResult, draws_of, plain_draw
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-
-class _Outcome(IntEnum):
-    """The result of the self-check, as the leader broadcasts it."""
-
-    REFUSED = 0
-    BITS_DIFFER = 1
-    BITS_EQUAL = 2
 
 
 class ModelRunner:
@@ -119,7 +116,7 @@ class ModelRunner:
         runner.info = replace(loaded.info, row_invariant=row_invariant)
         if config.model.serves_adapters:
             runner.adapters = RankAdapters(*runner._adapter_parts(), group)
-            runner.info = replace(runner.info, adapters=runner._first_adapters(runner.adapters))
+            runner.info = replace(runner.info, adapters=runner.adapters.load_named(config.model.lora))
         memory = loaded.backend.block_memory() if isinstance(loaded.backend, NativeBackend) else None
         runner.mover = RankMover.of(config, runner.info, memory, group)
         transfers = runner.mover is not None and can_transfer(config, runner.info)
@@ -145,15 +142,6 @@ class ModelRunner:
             return self.backend.executor
 
         return current, AdapterPlaces(stated, self._group)
-
-    def _first_adapters(self, adapters: RankAdapters) -> tuple[Adapter, ...]:
-        """Adapters that the settings name, each of which was read and packed once: what is wrong ends the start."""
-        found = []
-        for name, path in self._config.model.lora.items():
-            adapter = Adapter.in_folder(name, path)
-            adapters.load(adapter)
-            found.append(adapter)
-        return tuple(found)
 
     def reload(self, folder: str, version: str) -> None:
         """Takes the weights of another folder, of a model that differs from this one in nothing else. All ranks call
@@ -240,20 +228,6 @@ class ModelRunner:
         if self.mover is not None:
             self.mover.close()
         self.backend.close()
-
-
-class LaunchedStep(NamedTuple):
-    """A step that the device has been given."""
-
-    plan: StepPlan
-    launched: Any
-    """The backend's own."""
-    drawing: Any
-    """The sampler's own; None where the step draws by itself."""
-    dead_ends: frozenset[int] = frozenset()
-    """Logits rows whose grammars leave no token."""
-    chosen: ChosenLogprobs | None = None
-    """Log-probabilities of tokens that were asked for by id, while they are computed."""
 
 
 class LeaderRunner:
@@ -403,24 +377,13 @@ def _self_check(runner: ModelRunner, group: TensorParallelGroup, cache: BlockCac
     check = SelfCheck(runner.info, leader.logits)
     if group.rank > 0:
         follow(runner, group)
-        outcome = _Outcome(group.broadcast(None)[0])
-        if outcome is _Outcome.REFUSED:
+        outcome = Outcome(group.broadcast(None)[0])
+        if outcome is Outcome.REFUSED:
             raise UnsupportedModelError(runner.info.model_type, "the leader's check refused it", "See its message")
     else:
-        outcome = _lead_check(check, leader, group)
+        outcome = lead_check(check, leader.close, group)
     cache.clear(torch.tensor(check.block_ids))
-    return outcome is _Outcome.BITS_EQUAL
-
-
-def _lead_check(check: SelfCheck, leader: LeaderRunner, group: TensorParallelGroup) -> _Outcome:
-    """Runs the check, and sends its outcome to the other ranks."""
-    outcome = _Outcome.REFUSED
-    try:
-        outcome = _Outcome.BITS_EQUAL if check.passes_bitwise() else _Outcome.BITS_DIFFER
-    finally:
-        leader.close()
-        group.broadcast(number_message(outcome))
-    return outcome
+    return outcome is Outcome.BITS_EQUAL
 
 
 def _silent(phase: str, done: int, total: int) -> None:

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol, runtime_checkable
 
-from holdfast.worker.engine.model_runner import LaunchedStep, LeaderRunner
+from holdfast.worker.engine.model_runner import LeaderRunner
+from holdfast.worker.engine.step_results import LaunchedStep
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.step_plan import StepPlan, StepResult, StepRunner
 

@@ -6,12 +6,15 @@ replay may differ from the first run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
 from itertools import islice
 from typing import Final
 
 import numpy as np
 
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.draws import DrawParams
+from holdfast.worker.engine.rank_orders import number_message
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.checks import OTHER_ENGINE
@@ -34,6 +37,14 @@ _GREEDY: Final = DrawParams(SamplingParams(seed=0, temperature=0.0), 0)
 
 Spans = Sequence[tuple[int, int, int]]
 """Spans of one step: the number of each sequence in it, its first position and number of tokens."""
+
+
+class Outcome(IntEnum):
+    """The result of the self-check, as the leader broadcasts it."""
+
+    REFUSED = 0
+    BITS_DIFFER = 1
+    BITS_EQUAL = 2
 
 
 class SelfCheck:
@@ -162,3 +173,14 @@ class SelfCheck:
             num_draws=count,
             state_slot=number if self._info.num_state_slots else None,
         )
+
+
+def lead_check(check: SelfCheck, release: Callable[[], None], group: TensorParallelGroup) -> Outcome:
+    """Runs the check, releases the other ranks from running its steps, and sends them its outcome."""
+    outcome = Outcome.REFUSED
+    try:
+        outcome = Outcome.BITS_EQUAL if check.passes_bitwise() else Outcome.BITS_DIFFER
+    finally:
+        release()
+        group.broadcast(number_message(outcome))
+    return outcome

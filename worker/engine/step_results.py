@@ -1,8 +1,8 @@
-"""Step results: what a step's output for its rows wanted comes to, sequence by sequence."""
+"""Steps that were launched, and results: what a step's output for its rows wanted comes to, sequence by sequence."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from holdfast.worker.executors.step_sampler import ChosenLogprobs, HeadOutput, Sampled, StepSampler
 from holdfast.worker.grammar_matchers import NONE_FITS
@@ -10,6 +10,20 @@ from holdfast.worker.request import TokenLogprob
 from holdfast.worker.step_plan import DEAD_END, PromptLogprobParams, StepPlan, StepResult, draws_of
 
 Item = TypeVar("Item")
+
+
+class LaunchedStep(NamedTuple):
+    """A step that the device has been given."""
+
+    plan: StepPlan
+    launched: Any
+    """The backend's own."""
+    drawing: Any
+    """The sampler's own; None where the step draws by itself."""
+    dead_ends: frozenset[int] = frozenset()
+    """Logits rows whose grammars leave no token."""
+    chosen: ChosenLogprobs | None = None
+    """Log-probabilities of tokens that were asked for by id, while they are computed."""
 
 
 def step_result(
