@@ -6,7 +6,7 @@ from holdfast.router.text.prompt import MAX_PROMPT_LOGPROBS_BYTES
 from holdfast.worker.request import AttemptKey, FinishReason, TokenDelta, TokenLogprob
 from holdfast.worker.sampling_params import MAX_LOGPROBS
 from holdfast.worker.step_update import CacheChanges, StepUpdate
-from holdfast.worker.wire import link_responses
+from holdfast.worker.wire import delta_pieces, link_responses
 from tests.worker.wire.link_ends import NO_LOAD, sent_up
 
 
@@ -74,7 +74,7 @@ def with_candidates(number: int, num_prompt: int, num_tokens: int, num_top: int)
         pytest.param([with_candidates(1, 0, 200, MAX_LOGPROBS)], id="many tokens at once"),
         pytest.param([with_candidates(1, 40, 40, MAX_LOGPROBS)], id="a prompt's and an output's together"),
         pytest.param([with_candidates(n, 0, 1, MAX_LOGPROBS) for n in range(150)], id="beams"),
-        pytest.param([with_candidates(1, 0, 2, link_responses.MAX_LOGPROBS)], id="a token's alone are too many"),
+        pytest.param([with_candidates(1, 0, 2, delta_pieces.MAX_LOGPROBS)], id="a token's alone are too many"),
         pytest.param(
             [with_candidates(1, MAX_PROMPT_LOGPROBS_BYTES // (32 + 10 * MAX_LOGPROBS), 1, MAX_LOGPROBS)],
             id="the longest prompt",
