@@ -201,9 +201,11 @@ def test_the_search_finds_what_it_looks_for(line, tmp_path):
 def test_both_ends_of_a_link_speak_protobuf():
     """The methods that gRPC has for the link parse with the classes of `engine.proto`, and with nothing else."""
     service = engine_pb2.DESCRIPTOR.services_by_name["Engine"]
-    assert {method.name for method in service.methods} == {"Link", "SendBlocks"}
-    link, blocks = service.methods_by_name["Link"], service.methods_by_name["SendBlocks"]
-    assert (link.input_type.name, link.output_type.name) == ("LinkRequest", "LinkResponse")
-    assert (blocks.input_type.name, blocks.output_type.name) == ("SendBlocksRequest", "SendBlocksResponse")
+    types = {method.name: (method.input_type.name, method.output_type.name) for method in service.methods}
+    assert types == {
+        "Link": ("LinkRequest", "LinkResponse"),
+        "SendBlocks": ("SendBlocksRequest", "SendBlocksResponse"),
+        "GetPins": ("GetPinsRequest", "GetPinsResponse"),
+    }
     source = (ROOT / "worker/wire/link_responses.py").read_text()
     assert "engine_pb2" in source
