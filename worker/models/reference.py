@@ -12,7 +12,6 @@ from torch import Tensor
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.executors.coded import CodedMatrix
 from holdfast.worker.executors.layout import (
-    Activation,
     Attention,
     Beside,
     DecoderLayout,
@@ -29,7 +28,9 @@ from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2, ShortC
 from holdfast.worker.executors.stored_matrix import StoredMatrix, for_all
 from holdfast.worker.models.reference_functions import (
     activated,
+    convolved,
     delta_rule,
+    gated,
     product,
     rotated,
     rounded_in_units,
@@ -238,10 +239,7 @@ class Reference:
 
     def _convolved(self, net: GatedDeltaNet | Mamba2, x: Tensor) -> Tensor:
         """The causal convolution of [T, channels]."""
-        windows = torch.cat((x.new_zeros(net.width - 1, net.num_channels), x)).unfold(0, net.width, 1)
-        sums: Tensor = (windows * net.kernel.to(self._dtype)).sum(-1)
-        bias = net.conv_bias if isinstance(net, Mamba2) else None
-        return sums if bias is None else sums + bias.to(self._dtype)
+        return convolved(x, net.kernel, net.conv_bias if isinstance(net, Mamba2) else None)
 
     def _recur(self, net: GatedDeltaNet, x: Tensor) -> Tensor:
         """Gated DeltaNet over [T, hidden] of one sequence from its first position on."""
@@ -262,11 +260,7 @@ class Reference:
     def _convolve(self, conv: ShortConv, x: Tensor) -> Tensor:
         """The short convolution over [T, hidden] of one sequence from its first position on."""
         b, c, x = self._linear(conv.inputs, x).chunk(3, -1)
-        before = x.new_zeros(conv.width - 1, conv.num_channels)
-        windows = torch.cat((before, b * x)).unfold(0, conv.width, 1)
-        sums = (windows * conv.kernel.to(self._dtype)).sum(-1)
-        sums = sums if conv.bias is None else sums + conv.bias.to(self._dtype)
-        return self._row_parallel(conv.output, c * sums)
+        return self._row_parallel(conv.output, c * convolved(b * x, conv.kernel, conv.bias))
 
     def _attend(self, index: int, attention: Attention, x: Tensor, carried: "_Carried") -> Tensor:
         """Attention over the normed rows [T, hidden]: [T, heads * head_dim]."""
@@ -333,11 +327,7 @@ class Reference:
         up = self._linear(mlp.up, x)
         if not mlp.has_gate:
             return activated(mlp.activation, up)
-        gate, up = up.chunk(2, -1)
-        if mlp.activation is Activation.CLAMPED_SWIGLU:
-            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-            return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
-        return activated(mlp.activation, gate * mlp.gate_scale) * up * mlp.inner_scale
+        return gated(mlp, *up.chunk(2, -1))
 
     def _mixture(self, experts: Experts, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """`routed`: what the router is given, if it is not the experts' input."""

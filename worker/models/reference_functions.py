@@ -1,10 +1,10 @@
-"""Functions of the reference executor, in plain torch: products, activations, rotary angles, routing, delta rule."""
+"""Functions of the reference executor, in plain torch: products, activations, rotary angles, routing, recurrences."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.worker.executors.layout import Activation, Experts, Rotary
+from holdfast.worker.executors.layout import Activation, Experts, Mlp, Rotary
 from holdfast.worker.executors.units import FAR, FAR_FROM, LINE, UNIT
 
 
@@ -78,6 +78,24 @@ def activated(activation: Activation, x: Tensor) -> Tensor:
             return F.relu(x).square()
         case Activation.CLAMPED_SWIGLU:
             raise ValueError("the clamped SwiGLU needs a gate")
+
+
+def gated(mlp: Mlp, gate: Tensor, up: Tensor) -> Tensor:
+    """Input of the down projection of an MLP with a gate, from both its parts [T, intermediate]."""
+    if mlp.activation is Activation.CLAMPED_SWIGLU:
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+    return activated(mlp.activation, gate * mlp.gate_scale) * up * mlp.inner_scale
+
+
+def convolved(x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+    """The causal convolution of each channel of x [T, channels], from its first position on; kernel
+    [channels, width].
+    """
+    width = kernel.shape[-1]
+    windows = torch.cat((x.new_zeros(width - 1, x.shape[1]), x)).unfold(0, width, 1)
+    sums: Tensor = (windows * kernel.to(x.dtype)).sum(-1)
+    return sums if bias is None else sums + bias.to(x.dtype)
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, *, recalls: bool = True) -> Tensor:
