@@ -205,6 +205,12 @@ class EngineRequest(Service):
         """Key of the client's request that it belongs to."""
         return RequestKey(self.tenant, self.request_id, self.part)
 
+    def stop_token_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end its output, of a model with these end-of-sequence tokens."""
+        # An output with a grammar has an end, so that `ignore_eos` can put it off but not away.
+        goes_on = self.sampling_params.ignore_eos and not self.grammar
+        return frozenset(self.sampling_params.stop_token_ids) | (frozenset() if goes_on else eos_token_ids)
+
     @property
     def adapter_digest(self) -> str:
         """Digest of its adapter; empty: it has none."""

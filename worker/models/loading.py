@@ -50,7 +50,7 @@ from holdfast.worker.models.weight_files import checkpoint_digest
 from holdfast.worker.models.weights import model_folder, read_json, tokenizer_folder
 from holdfast.worker.process_memory import available_memory
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduler.prompt_sharing import MAX_PROMPT_LOGPROBS
+from holdfast.worker.scheduler.prompt_outputs import MAX_PROMPT_LOGPROBS
 from holdfast.worker.scheduler.speculation import max_num_draws
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 

@@ -7,7 +7,6 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.pooling import PoolingKind
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
@@ -30,13 +29,6 @@ def check_can_end(request: EngineRequest, eos_token_ids: frozenset[int]) -> None
     if not eos_token_ids:
         limit = "is not possible: the model has no end-of-sequence token to end the output with"
         raise InvalidRequestError("sampling_params.structured_outputs", request.sampling_params.structure, limit)
-
-
-def begin_pooling(sequence: Sequence, kind: PoolingKind | None) -> None:
-    """A pooling request begins. Raises `InvalidRequestError` where the model is not pooled."""
-    if kind is None:
-        raise InvalidRequestError("pooling", sequence.request.pooling, "is not possible: the model generates text")
-    sequence.begin_pooling(kind)
 
 
 def check_fits(sequence: Sequence, *, num_slots: int, max_model_len: int) -> None:

@@ -9,7 +9,8 @@ from typing import Final, NamedTuple, Protocol
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.request import Priority
 from holdfast.worker.scheduler.kept_prefixes import SharedPrefix
-from holdfast.worker.scheduler.prompt_sharing import Siblings, num_step_tokens
+from holdfast.worker.scheduler.prompt_outputs import num_step_tokens
+from holdfast.worker.scheduler.prompt_sharing import Siblings
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
 

@@ -17,7 +17,7 @@ from holdfast.worker.draws import DrawParams
 from holdfast.worker.request import TokenDelta, TokenLogprob
 from holdfast.worker.scheduler.batching import Share
 from holdfast.worker.scheduler.kept_prefixes import keep_state, states_left_by
-from holdfast.worker.scheduler.prompt_sharing import prompt_logprob_params
+from holdfast.worker.scheduler.prompt_outputs import commit_pooled, pool_share, prompt_logprob_params
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
 from holdfast.worker.scheduler.speculation import NO_DRAFTS, Drafter, Drafts
@@ -253,7 +253,7 @@ def scheduled_sequence(
     """The next `num_tokens` tokens of a running sequence, and drafts after them."""
     first, block_ids, windows = sequence.num_computed_tokens, sequence.block_ids, queues.windows
     end = first + num_tokens
-    pool = None if sequence.pool_rows is None else sequence.pool_share(num_tokens)
+    pool = None if sequence.pool_rows is None else pool_share(sequence, num_tokens)
     draws = end == len(sequence.token_ids) and pool is None
     last = end if drafts is NO_DRAFTS else end + drafts.num_tokens
     num_blocks = -(-last // queues.allocator.block_size)
@@ -318,7 +318,7 @@ class ShareCommit:
                 if scheduled.pool is None:
                     delta = sequence.commit(scheduled, drawn, likely)
                 else:
-                    delta = sequence.commit_pooled(scheduled, result.pooled.get(sequence.sequence_id))
+                    delta = commit_pooled(sequence, scheduled, result.pooled.get(sequence.sequence_id))
                 self._queues.num_uncomputed_tokens += sequence.num_uncomputed_tokens - num_before
             if sequence.is_broken:
                 self._drop_broken(sequence)

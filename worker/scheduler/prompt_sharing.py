@@ -2,13 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Hashable
-from typing import Final
 
 from holdfast.worker.cache.window_blocks import NOTHING_SEEN, WindowPrefix
-from holdfast.worker.scheduler.kept_prefixes import SharedPrefix, tokens_to_next_cut
+from holdfast.worker.scheduler.kept_prefixes import SharedPrefix
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
-from holdfast.worker.step_plan import PromptLogprobParams
 
 
 class Siblings:
@@ -93,54 +91,3 @@ def _share_prompt(a: Sequence, b: Sequence, block_size: int) -> bool:
     hashes = [each.hash_chain.hash_of(num_whole - 1, each.token_ids, block_size) for each in (a, b)]
     tails = [each.request.prompt_token_ids[num_whole * block_size :] for each in (a, b)]
     return hashes[0] == hashes[1] and tails[0] == tails[1]
-
-
-MAX_PROMPT_LOGPROBS: Final = 128
-"""Most prompt tokens whose logprobs one step reports, all sequences together: each takes a row of logits."""
-
-
-def num_step_tokens(sequence: Sequence) -> int:
-    """Tokens of a running sequence that one step may compute."""
-    num_tokens = tokens_to_next_cut(sequence) if sequence.cuts else sequence.num_uncomputed_tokens
-    return min(num_tokens, MAX_PROMPT_LOGPROBS) if sequence.num_missing_prompt_logprobs else num_tokens
-
-
-def prompt_logprob_params(sequence: Sequence, num_tokens: int) -> PromptLogprobParams | None:
-    """The prompt logprobs to compute with the next `num_tokens` tokens of a sequence; None: there are none."""
-    num_logprobs = sequence.request.sampling_params.prompt_logprobs
-    rows = prompt_logprob_rows(sequence, num_tokens)
-    if num_logprobs is None or not rows:
-        return None
-    token_ids = tuple(sequence.token_ids[rows.start + 1 : rows.stop + 1])
-    return PromptLogprobParams(
-        first_row=rows.start - sequence.num_computed_tokens, token_ids=token_ids, num_logprobs=num_logprobs
-    )
-
-
-def bound_prompt_logprobs(shares: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-    """The shares of a step, cut so that it reports at most `MAX_PROMPT_LOGPROBS` prompt logprobs, in order.
-
-    Those that are asked for none stay as they are. One sequence alone is within the bound already.
-    """
-    num_asking = 0
-    for sequence, _ in shares:
-        if sequence.prompt_logprobs is not None and sequence.num_missing_prompt_logprobs:
-            num_asking += 1
-    if num_asking < 2:
-        return shares
-    left, bounded = MAX_PROMPT_LOGPROBS, []
-    for sequence, num_tokens in shares:
-        rows = prompt_logprob_rows(sequence, num_tokens)
-        if len(rows) > left:
-            num_tokens = rows.start + left - sequence.num_computed_tokens
-        left -= min(len(rows), left)
-        if num_tokens > 0:
-            bounded.append((sequence, num_tokens))
-    return bounded
-
-
-def prompt_logprob_rows(sequence: Sequence, num_tokens: int) -> range:
-    """Positions among the next `num_tokens` whose logits are needed for the logprob of the token after them."""
-    end = sequence.num_computed_tokens + num_tokens
-    first_missing = sequence.num_prompt_tokens - sequence.num_missing_prompt_logprobs
-    return range(max(sequence.num_computed_tokens, first_missing - 1), min(end, sequence.num_prompt_tokens - 1))

@@ -23,14 +23,13 @@ from holdfast.worker.scheduler.acceptance import (
     DeadlineWatch,
     DroppedRequest,
     DropReason,
-    begin_pooling,
     check_can_end,
     check_fits,
 )
 from holdfast.worker.scheduler.batching import POLICIES, MakePolicy, Share, StepLimits
 from holdfast.worker.scheduler.kept_prefixes import Pinning
 from holdfast.worker.scheduler.planned_step import NOBODY, DecodeBatch, ShareCommit, StepInFlight, scheduled_sequence
-from holdfast.worker.scheduler.prompt_sharing import bound_prompt_logprobs
+from holdfast.worker.scheduler.prompt_outputs import begin_pooling, bound_prompt_logprobs
 from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence, SequenceStatus
 from holdfast.worker.scheduler.speculation import NO_DRAFTS, Drafter, Drafts

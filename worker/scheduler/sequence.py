@@ -9,7 +9,6 @@ from typing import ClassVar
 from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.cache.window_blocks import WindowTable
 from holdfast.worker.draws import DrawParams, LogitsSettings
-from holdfast.worker.pooling import NOT_FINITE, PoolingKind, PoolShare
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from holdfast.worker.step_plan import DEAD_END, NO_TOKEN, PENDING, ScheduledSequence, confirmed
 from holdfast.worker.waiting_queue import DUE_AFTER_S, Tenant
@@ -162,16 +161,14 @@ class Sequence:
         taken out."""
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
         """Maximum length, prompt included."""
-        # An output with a grammar has an end, so that `ignore_eos` can put it off but not away.
-        goes_on = params.ignore_eos and not request.grammar
-        self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if goes_on else eos_token_ids)
+        self.stop_token_ids = request.stop_token_ids(eos_token_ids)
         self.logits_settings = LogitsSettings.of(request, eos_token_ids)
         """Settings of its logits processors; None: it needs none."""
         self._looks_back = self.logits_settings is not None and self.logits_settings.look_back
         self._outputs = array("q")  # of `token_ids`, where draws look back at them: those of the last draw
         asks = params.prompt_logprobs is not None and not request.output_token_ids
         self.pool_rows: range | None = None
-        """Positions whose states are pooled, of a pooling request; None: it draws an output."""
+        """Positions whose states are pooled, of a pooling request (`prompt_outputs.py`); None: it draws an output."""
         self.pooled = b""
         """Sums over those that are computed, float64."""
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
@@ -254,34 +251,6 @@ class Sequence:
             return DrawParams(sampling, index, settings, self._outputs[:])
         return DrawParams(sampling, index, settings if settings.apply_after(index) else None)
 
-    def begin_pooling(self, kind: PoolingKind) -> None:
-        """Its prompt is pooled, and nothing drawn after it."""
-        self.pool_rows = kind.rows(self.num_prompt_tokens)
-        self.max_len = self.num_prompt_tokens + 1
-
-    def pool_share(self, num_tokens: int) -> PoolShare | None:
-        """Part of the next `num_tokens` tokens in its pooling; None: it is not pooled."""
-        rows, params, first = self.pool_rows, self.request.pooling, self.num_computed_tokens
-        if rows is None or params is None:
-            return None
-        end = first + num_tokens
-        begin_row, end_row = (min(max(place, first), end) - first for place in (rows.start, rows.stop))
-        before = self.pooled if first > rows.start else b""
-        return PoolShare(params, begin_row, end_row, len(rows), before, end == self.num_prompt_tokens)
-
-    def commit_pooled(self, scheduled: ScheduledSequence, pooled: bytes | None) -> TokenDelta | None:
-        """Takes what a step has pooled, None if nothing; the delta to report, if it was the last one."""
-        assert scheduled.pool is not None, "it was pooled"
-        self.num_computed_tokens = scheduled.first_position + len(scheduled.token_ids)
-        if pooled is not None:
-            self.pooled, self.is_broken = pooled, pooled == NOT_FINITE
-        if self.is_broken or not scheduled.pool.is_last:
-            return None
-        delta = self.last_delta(FinishReason.STOP)
-        delta.pooled, delta.queued_s = self.pooled, self._take_queued_s()
-        delta.num_cached_tokens, delta.num_disk_tokens = self.num_cached_tokens, self.num_disk_tokens
-        return delta
-
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
         """The prompt's log-probabilities, to report with the first output token; only once."""
         logprobs, self.prompt_logprobs = self.prompt_logprobs or (), None
@@ -342,7 +311,7 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens if first_token_index == 0 else 0,
             logprobs=logprobs[: len(token_ids)],
             prompt_logprobs=() if self.prompt_logprobs is None else self.take_prompt_logprobs(),
-            queued_s=self._take_queued_s(),
+            queued_s=self.take_queued_s(),
             num_disk_tokens=self.num_disk_tokens if first_token_index == 0 else 0,
         )
 
@@ -353,7 +322,7 @@ class Sequence:
         self.is_broken, self.has_dead_end = True, drawn == DEAD_END
         return True
 
-    def _take_queued_s(self) -> float:
+    def take_queued_s(self) -> float:
         """Seconds that it had waited when it first ran; 0 once that was reported."""
         queued_s, self.queued_s = self.queued_s, 0.0
         return queued_s
@@ -416,7 +385,7 @@ class Sequence:
             num_cached,
             logprobs,
             (),
-            self._take_queued_s(),
+            self.take_queued_s(),
             self.num_disk_tokens if index == 0 else 0,
         )
 

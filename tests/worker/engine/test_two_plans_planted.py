@@ -15,7 +15,7 @@ from holdfast.worker import pending_tokens
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.overlapping import StepsInFlight
 from holdfast.worker.scheduler import planned_step
-from holdfast.worker.scheduler import prompt_sharing as prompt_logprobs
+from holdfast.worker.scheduler import prompt_outputs as prompt_logprobs
 from holdfast.worker.scheduler.batching import ContinuousBatching
 from holdfast.worker.scheduler.planned_step import DecodeBatch, ShareCommit, StepInFlight
 from holdfast.worker.scheduler.queues import SequenceQueues

@@ -19,7 +19,7 @@ from holdfast.worker.models.memory import (
 from holdfast.worker.models.model import build_rank_model
 from holdfast.worker.models.parallelize import Target, _Share
 from holdfast.worker.models.weights import load_checkpoint, read_config
-from holdfast.worker.scheduler.prompt_sharing import MAX_PROMPT_LOGPROBS
+from holdfast.worker.scheduler.prompt_outputs import MAX_PROMPT_LOGPROBS
 from tests.fake_group import run_ranks
 from tests.parity.families import executor_of, save_tiny_model
 from tests.parity.harness import worker_config

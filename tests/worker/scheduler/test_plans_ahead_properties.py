@@ -10,7 +10,7 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 
 from holdfast.worker.pending_tokens import has_pending, with_tokens
 from holdfast.worker.scheduler import planned_step
-from holdfast.worker.scheduler import prompt_sharing as prompt_logprobs
+from holdfast.worker.scheduler import prompt_outputs as prompt_logprobs
 from holdfast.worker.scheduler.batching import MemoryAwareBatching
 from holdfast.worker.step_plan import PENDING, ScheduledSequence, StepPlan, StepResult
 from tests.worker.scheduler.scheduler_machine import MAX_PROMPT_LOGPROBS, MAX_STEPS, SchedulerMachine

@@ -7,7 +7,7 @@ from holdfast.worker.engine.step_results import step_result
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.request import EngineRequest, TokenDelta, TokenLogprob
-from holdfast.worker.scheduler import prompt_sharing as prompt_logprobs
+from holdfast.worker.scheduler import prompt_outputs as prompt_logprobs
 from holdfast.worker.step_plan import StepPlan, StepResult
 from tests.draw_params import draw_params
 from tests.pseudo_model import pseudo_token

@@ -12,7 +12,7 @@ from hypothesis.stateful import (
 from benchmarks.bucketed_batching import BucketedBatching
 from benchmarks.static_batching import StaticBatching
 from holdfast.worker.config import SpeculationConfig
-from holdfast.worker.scheduler import prompt_sharing as prompt_logprobs
+from holdfast.worker.scheduler import prompt_outputs as prompt_logprobs
 from holdfast.worker.scheduler.batching import MemoryAwareBatching
 from holdfast.worker.scheduler.sequence import Sequence
 from holdfast.worker.scheduler.speculation import Speculation
