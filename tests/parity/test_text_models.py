@@ -187,7 +187,7 @@ def test_layers_that_share_keys_and_values_keep_none_and_tables_are_counted(tmp_
     config = worker_config(tmp_path, dtype="float32")
     leader, estimate = load(config), MemoryEstimator(config)
     executor = leader._runner.backend.executor
-    assert [spec.key_dim for spec in executor.kv_specs] == [16, 16, 32]
+    assert [spec.key_dim for spec in executor.packed.kv_specs] == [16, 16, 32]
     assert leader._runner.info.kv_bytes_per_token == estimate.kv_bytes_per_token
     assert executor.kv_bytes_per_token == 2 * (32 + 16) * 4 + (32 + 32) * 4
     text = model.model.language_model

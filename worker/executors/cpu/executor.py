@@ -26,10 +26,9 @@ from holdfast.worker.executors.cpu.running_step import RowMemory, RunningStep
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.cpu.shared_weights import arena_for
 from holdfast.worker.executors.cpu.states import VALUE_BYTES, StateCache
-from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeLayer, NativeLinear
+from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeLinear
 from holdfast.worker.executors.cpu.tile_memory import COMPACT_CLASSES, Arena
 from holdfast.worker.executors.finite import NotFiniteError
-from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.layout import DecoderLayout, kv_source
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.model_info import Window
@@ -149,7 +148,7 @@ class CpuExecutor:
     @property
     def block_form(self) -> BlockForm:
         """Decides how the next cache is cut into blocks."""
-        return BlockForm(self.kv_specs, self._dtype, self._in_int8)
+        return BlockForm(self.packed.kv_specs, self._dtype, self._in_int8)
 
     def keep_kv_in_code(self) -> None:
         """Keeps keys and values in eight bits from the next cache on (`native/codes.h`)."""
@@ -160,7 +159,7 @@ class CpuExecutor:
         """Difference between the library and the rule for keys and values in int8, tried on its own rows; None: equal
         in all bits.
         """
-        return int8_difference(self.kv_specs, self._dtype, self._library)
+        return int8_difference(self.packed.kv_specs, self._dtype, self._library)
 
     @property
     def shares_memory(self) -> bool:
@@ -175,16 +174,15 @@ class CpuExecutor:
         """Cache that steps use from now on. Raises ValueError (see `TiledCache`)."""
         self.drop_cache()
         self._cache = TiledCache(
-            self.kv_specs, num_blocks, block_size, self._dtype, self._library, in_int8=self._in_int8, window=window
+            self.packed.kv_specs,
+            num_blocks,
+            block_size,
+            self._dtype,
+            self._library,
+            in_int8=self._in_int8,
+            window=window,
         )
-        for layer, address, table in zip(self._attending(), self._cache.addresses, self._cache.tables, strict=True):
-            layer.pages = address
-            layer.block_size, layer.block_bytes, layer.has_own_table = table
-        for layer, source in zip(self.packed.layers, self._kv_sources, strict=True):
-            if source is not None:
-                of = self.packed.layers[source]
-                layer.pages, layer.block_size = of.pages, of.block_size
-                layer.block_bytes, layer.has_own_table = of.block_bytes, of.has_own_table
+        self.packed.put_pages(self._cache.addresses, self._cache.tables, self._kv_sources)
         self.packed.model.kept_as = KEPT_AS_INT8 if self._in_int8 else 0
         return self._cache
 
@@ -210,24 +208,6 @@ class CpuExecutor:
             return BlockMemory(blocks=self._cache.bytes, form=self._cache.form)
         form = f"{self._cache.form} {[pool.shape[1] for pool in states.pools]}"
         return BlockMemory(blocks=self._cache.bytes, form=form, states=states.bytes, copy_states=states.copy)
-
-    def _attending(self) -> list[NativeLayer]:
-        """The layers that keep keys and values of their own."""
-        return [layer for layer in self.packed.layers if layer.num_heads and not layer.reads_others]
-
-    @property
-    def kv_specs(self) -> list[KVSpec]:
-        """Keys and values of each layer that keeps some."""
-        return [
-            KVSpec(
-                num_heads=layer.num_heads,
-                num_kv_heads=layer.num_kv_heads,
-                key_dim=layer.head_dim,
-                value_dim=0 if layer.latent else layer.head_dim,
-                sliding_window=layer.window or None,
-            )
-            for layer in self._attending()
-        ]
 
     def warm_up(self, max_rows: int) -> None:
         """Does nothing: no step does what the next need not."""

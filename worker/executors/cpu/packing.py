@@ -3,6 +3,7 @@ The layout's linears are used up: what they held is given back as it is packed, 
 """
 
 import ctypes
+from collections.abc import Iterable
 from ctypes import CDLL
 from typing import Any, Final
 
@@ -40,6 +41,7 @@ from holdfast.worker.executors.cpu.tile_memory import (
     linears,
     mapped_memory,
 )
+from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.layout import (
     Activation,
     Attention,
@@ -126,6 +128,39 @@ class PackedModel(PartPacker):
         self.sites = {place: self.sites[place] for place in adaptable(layout)}
         self._arena.finish()
         self._spent = self._compactor = None
+
+    def attending(self) -> list[NativeLayer]:
+        """The layers that keep keys and values of their own."""
+        return [layer for layer in self.layers if layer.num_heads and not layer.reads_others]
+
+    @property
+    def kv_specs(self) -> list[KVSpec]:
+        """Keys and values of each layer that keeps some."""
+        return [
+            KVSpec(
+                num_heads=layer.num_heads,
+                num_kv_heads=layer.num_kv_heads,
+                key_dim=layer.head_dim,
+                value_dim=0 if layer.latent else layer.head_dim,
+                sliding_window=layer.window or None,
+            )
+            for layer in self.attending()
+        ]
+
+    def put_pages(
+        self, addresses: Iterable[int], tables: Iterable[tuple[int, int, bool]], sources: Iterable[int | None]
+    ) -> None:
+        """Gives each layer its pages: those of a cache at these addresses, with `TiledCache.tables`; or those of the
+        layer in `sources`, whose keys and values it reads.
+        """
+        for layer, address, table in zip(self.attending(), addresses, tables, strict=True):
+            layer.pages = address
+            layer.block_size, layer.block_bytes, layer.has_own_table = table
+        for layer, source in zip(self.layers, sources, strict=True):
+            if source is not None:
+                of = self.layers[source]
+                layer.pages, layer.block_size = of.pages, of.block_size
+                layer.block_bytes, layer.has_own_table = of.block_bytes, of.has_own_table
 
     def _layer(self, layer: Layer) -> NativeLayer:
         mlp, beside = layer.mlp, layer.beside
