@@ -47,7 +47,7 @@ NOT_OURS = (
 )
 """A model's own numbers (`top_k` experts), protocols of others, which get a parameter when their authors say so, and
 the bounds of what can grow: a field without one is found when a server starts, and by a test that names it."""
-IN_ONE_PLACE = {"min_p", "length_penalty", "truncate_prompt_tokens"}
+IN_ONE_PLACE = {"min_p", "length_penalty"}
 """Parameters whose whole meaning is in a file or two, so that their very name is in no more than `MOST`."""
 
 

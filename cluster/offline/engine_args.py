@@ -141,8 +141,8 @@ REASONS: Final[Mapping[str, str]] = {
 
 SHARED: Final = frozenset(
     """
-    async_scheduling block_size enable_lora enable_prefix_caching gpu_memory_utilization load_format max_logprobs
-    max_loras max_num_batched_tokens max_num_seqs served_model_name
+    async_scheduling block_size convert enable_lora enable_prefix_caching gpu_memory_utilization load_format
+    max_logprobs max_loras max_num_batched_tokens max_num_seqs runner served_model_name
     """.split()  # noqa: SIM905
 )
 """Holdfast's settings by vLLM's own names, besides those that `LLM` names itself. vLLM's None is our default."""

@@ -67,7 +67,7 @@ class Ran:
 def test_each_thread_that_runs_steps_takes_the_device(monkeypatch):
     taken = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append((device, threading.get_ident())))
-    loaded = type("Loaded", (), {"info": None, "backend": Ran(), "draft": None})()
+    loaded = type("Loaded", (), {"info": None, "backend": Ran(), "draft": None, "pooler": None})()
     runner, batch = ModelRunner(loaded, None, None, CUDA), decode_batch(1, 64)
     runner.execute(batch)
     thread = threading.Thread(target=lambda: [runner.execute(batch) for _ in range(2)])

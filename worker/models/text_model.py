@@ -84,7 +84,8 @@ def served_config(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def is_without_head(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a model whose states are pooled: one without a head for tokens."""
-    return str((raw.get("architectures") or [""])[0]).endswith(("Model", CLASSIFIERS))
+    name = str((raw.get("architectures") or [""])[0])
+    return name.endswith(("Model", CLASSIFIERS)) and not name.endswith("LMHeadModel")
 
 
 def without_head(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:

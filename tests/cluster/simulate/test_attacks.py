@@ -36,7 +36,7 @@ SEEDS = {
     MANY_BYTES: 17,
     RESETS: 227,
     CRASHES: 325,
-    HANGS: 235,
+    HANGS: 2591,
     OUT_OF_MEMORY: 87,
 }
 

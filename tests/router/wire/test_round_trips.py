@@ -76,7 +76,14 @@ said = st.lists(logprobs, max_size=3).map(tuple)
 said_of_prompt = said.map(lambda items: (None, *items) if items else ())
 usages = st.builds(Usage, num_prompt_tokens=counts, num_completion_tokens=counts, num_cached_tokens=counts)
 certainty = {"replayed_without_guarantee": st.booleans(), "system_fingerprint": texts}
-in_process = {"num_cached_tokens": 0, "replica_id": "", "key": NO_SEQUENCE, "stop_reason": None, "chat": None}
+in_process = {
+    "num_cached_tokens": 0,
+    "replica_id": "",
+    "key": NO_SEQUENCE,
+    "stop_reason": None,
+    "chat": None,
+    "pooled": b"",
+}
 left_out = {name: st.just(value) for name, value in in_process.items()}
 chunks = st.builds(
     OutputDelta,

@@ -13,7 +13,7 @@ import torch
 from benchmarks.free_port import pick_port
 from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank
-from holdfast.worker.executors.cpu import packing
+from holdfast.worker.executors.cpu import part_packing
 from holdfast.worker.executors.cpu.library import runnable_classes
 from holdfast.worker.models import native_backend as program
 from holdfast.worker.models.proof import Answers, Proof
@@ -69,7 +69,7 @@ def test_a_row_that_is_not_finite_on_one_rank_has_no_token(size, token, monkeypa
 
     change_weights(monkeypatch, break_one)
     answers = Answers(layers=(), token_ids=torch.tensor([1]), logits=None)
-    monkeypatch.setattr(packing, "check_finite", lambda weight: None)
+    monkeypatch.setattr(part_packing, "check_finite", lambda weight: None)
     monkeypatch.setattr(program, "ask_reference", lambda *args, **kwargs: answers)
     monkeypatch.setattr(program, "check", lambda *args, **kwargs: Proof(reason=None, layer_error=0.0, model_error=0.0))
     for found in on_ranks(size, lambda group: all_best(build("llama", group))):

@@ -167,7 +167,7 @@ def test_a_planted_mistake_is_found(tmp_path, monkeypatch, name):
 # --- what is not stated ---
 
 REFUSED: dict[str, dict[str, object]] = {
-    "another architecture": {"architectures": ["LlamaForSequenceClassification"]},
+    "another architecture": {"architectures": ["LlamaForTokenClassification"]},
     "what no layout can say": {"clip_qkv": 2.0},
     "another activation": {"hidden_act": "quick_gelu"},
     "another kind of angles": {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4, "factor": 2.0}},

@@ -189,5 +189,7 @@ class TestPlanted:
     @pytest.mark.parametrize("layout", ["gptq", "awq", "ct w4a16", "fp8 block"])
     def test_scales_of_the_group_beside(self, tmp_path, monkeypatch, layout):
         spread = QuantizedWeight._spread
+        of_units = QuantizedWeight._of_units
         monkeypatch.setattr(QuantizedWeight, "_spread", lambda self, grid, rows: spread(self, grid.roll(1, 1), rows))
+        monkeypatch.setattr(QuantizedWeight, "_of_units", lambda self, grid, *at: of_units(self, grid.roll(1, 1), *at))
         assert self.DOWN in self.places(tmp_path, layout)
