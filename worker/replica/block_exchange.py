@@ -80,7 +80,7 @@ class BlockExchange:
 
     def _begin(self, names: Sequence[bytes], lasts_s: float, *, waits: bool) -> engine_pb2.SendBlocksResponse:
         """On the engine's thread, between two steps."""
-        movers, sendings = self._replica.movers, self._replica.engine.sendings
+        movers, sendings = self._replica.movers, self._replica.engine.tier.sendings
         assert movers is not None, "it was looked at"
         if not sendings.has_room:
             return engine_pb2.SendBlocksResponse(refusal="it sends to too many others")
@@ -108,7 +108,7 @@ class BlockExchange:
         """Prefixes that are pinned here, for a replica that can take their blocks."""
         if self._replica.movers is None or request.kind != self._kind:
             return engine_pb2.GetPinsResponse()
-        held = await asyncio.wrap_future(self._replica.engine.between_steps(self._replica.engine.pinned_prefixes))
+        held = await asyncio.wrap_future(self._replica.engine.between_steps(self._replica.engine.tier.pinned_prefixes))
         answer, num_left = engine_pb2.GetPinsResponse(), MAX_BLOCKS
         for prefix in sorted(held, key=lambda one: -one.ttl_s):
             num_left -= len(prefix.hashes)
@@ -125,7 +125,7 @@ class BlockExchange:
             return
         first_s, ends_s = now + FIRST_ASKED_S, now + limit_s
         while now < ends_s and engine.failure is None:
-            if now >= max(first_s, self._asked_s + STILL_S) and not engine.sends_blocks:
+            if now >= max(first_s, self._asked_s + STILL_S) and not engine.tier.sends_blocks:
                 return
             await asyncio.sleep(LOOK_S)
             now = self._loop.time()
@@ -146,7 +146,7 @@ class BlockExchange:
             prefixes = [_prefix(one) for one in answer.prefixes]
             if prefixes:
                 logger.info("takes over %d pinned prefixes of the replica at %s", len(prefixes), address)
-                self._replica.engine.between_steps(lambda: self._replica.engine.take_pins(prefixes, address))
+                self._replica.engine.between_steps(lambda: self._replica.engine.tier.take_pins(prefixes, address))
         except (grpc.aio.AioRpcError, HoldfastError, _Refused) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
             logger.info("the replica at %s hands no pins on: %s", address, reason)
@@ -188,7 +188,7 @@ class BlockExchange:
         except (grpc.aio.AioRpcError, HoldfastError, _Refused) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
             logger.info("the replica at %s sends no blocks, and they are computed here: %s", source.address, reason)
-            engine.cut_restore(ticket)
+            engine.tier.cut_restore(ticket)
 
     def _receive(
         self,
@@ -202,7 +202,7 @@ class BlockExchange:
     ) -> None:
         """On the engine's thread, between two steps."""
         movers = self._replica.movers
-        if movers is not None and (names := self._replica.engine.settle_restore(ticket, num_blocks)):
+        if movers is not None and (names := self._replica.engine.tier.settle_restore(ticket, num_blocks)):
             movers.receive(ticket, addresses, key, names, piece, is_computing=is_computing)
 
     @property

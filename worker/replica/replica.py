@@ -309,7 +309,7 @@ def _put_below(engine: Engine, scheduler: Scheduler, movers: "RankMovers", tuner
         scheduler.pinning,
         has_store=movers.own.has_store,
     )
-    movers.own.start(engine.put_below(tier))
+    movers.own.start(engine.tier.put_below(tier))
 
 
 def _stepping(config: WorkerConfig, leader: "LeaderRunner") -> StepRunner:
