@@ -8,6 +8,7 @@ kept or renewed longest ago. These times are of the wall clock, for the store ou
 import logging
 import sqlite3
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -17,6 +18,7 @@ SUFFIX: Final = ".blocks"
 """End of the names of segments."""
 _INDEX: Final = "index.sqlite"
 _LOCK_WAIT_S: Final = 2.0
+_MOST_TRIES: Final = 100
 _CACHE_KIB: Final = 4096
 
 _SCHEMA: Final = (
@@ -46,7 +48,25 @@ def open_index(folder: Path) -> sqlite3.Connection:
 
 
 def _connected(folder: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(folder / _INDEX, isolation_level=None, timeout=_LOCK_WAIT_S, check_same_thread=False)
+    for _ in range(_MOST_TRIES - 1):
+        try:
+            return _opened(folder)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+        # where two processes begin a write-ahead log SQLite does not wait; for a transaction it does
+        with closing(_database(folder)) as db:
+            db.execute("BEGIN IMMEDIATE")
+            db.execute("ROLLBACK")
+    return _opened(folder)
+
+
+def _database(folder: Path) -> sqlite3.Connection:
+    return sqlite3.connect(folder / _INDEX, isolation_level=None, timeout=_LOCK_WAIT_S, check_same_thread=False)
+
+
+def _opened(folder: Path) -> sqlite3.Connection:
+    db = _database(folder)
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = NORMAL")  # a host that crashes loses the last blocks, never the index

@@ -1,5 +1,6 @@
 """The block store: what was put is found whole or not at all, whatever happens to its processes and its disk."""
 
+import multiprocessing
 import os
 import resource
 import shutil
@@ -64,6 +65,28 @@ def test_what_was_put_is_there_for_all_processes_and_after_them(tmp_path, key):
     assert first.news() == ([], [])
     first.close()
     assert found(opened(tmp_path, key=key), range(9)) == set(range(8))
+
+
+def test_processes_open_a_new_store_at_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    at_once = context.Barrier(4, timeout=5)
+
+    def open_all() -> None:
+        for number in range(40):
+            at_once.wait()
+            block_index.open_index(tmp_path / str(number)).close()
+
+    for number in range(40):
+        (tmp_path / str(number)).mkdir()
+    processes = [context.Process(target=open_all) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(20)
+    exit_codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()  # those that wait for one that failed
+    assert exit_codes == [0] * 4
 
 
 def test_kinds_and_keys_are_apart(tmp_path):
