@@ -4,6 +4,7 @@ One library for all would let the linker pick, of equal template functions, one 
 carries the digest of what it was made from; a stale one is not used.
 """
 
+import argparse
 import hashlib
 import os
 import platform
@@ -135,5 +136,17 @@ def _run(command: Sequence[str]) -> None:
         raise NoCompilerError(f"{command[0]} cannot compile the native executor: {complaint}")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compiles the native executor's libraries.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "classes", nargs="*", metavar="class", help=f"of {', '.join(_ANY_CLASS)}; default: those that are shipped"
+    )
+    arguments = parser.parse_args()
+    if unknown := set(arguments.classes) - _ANY_CLASS.keys():
+        parser.error(f"no such class: {', '.join(sorted(unknown))}")
+    compile_libraries(arguments.folder, arguments.classes or tuple(CLASSES))
+
+
 if __name__ == "__main__":
-    compile_libraries(Path(sys.argv[1]), sys.argv[2:] or tuple(CLASSES))
+    main()
