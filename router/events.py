@@ -34,7 +34,9 @@ class TextPiece(Protocol):
 class TextState(Protocol):
     """Turns one sequence's tokens into text. A pure function of the tokens so far (`router/text/text_stream.py`)."""
 
-    def push(self, token_ids: Sequence[int]) -> TextPiece: ...
+    def push(self, token_ids: Sequence[int]) -> TextPiece:
+        """Text of further output tokens, without an incomplete character at the end."""
+        ...
 
     @property
     def push_one(self) -> Callable[[int], str | None]:

@@ -4,6 +4,10 @@
     python -m scripts.house_figures --trace          # and what one warm request runs: offline, over gRPC, over HTTP
 
 Counts only. Without `--trace` nothing is imported from the checkout that is looked at.
+
+A function, class or method is public if its name has no leading underscore and another file of the product uses it. It
+needs a docstring unless its body is one line, which says as much, or a base class or a Protocol documents the method.
+A module-level number needs a unit in its name (`_S`, `_BYTES`, ...), or a comment or docstring with unit or source.
 """
 
 import argparse
@@ -18,6 +22,10 @@ from pathlib import Path
 from statistics import median
 
 PACKAGES = ("worker", "router", "cluster")
+UNITS = re.compile(
+    r"_(NS|US|MS|S|SECONDS|BYTES|KIB|MIB|GIB|BITS|HZ|TOKENS|ROWS|LANES|BLOCKS|TURNS|STEPS|LINES|DIGITS|WORDS|SHARE|FACTOR)$"
+    r"|^_?(KIB|MIB|GIB)$|^_?(EXIT|NUM)_"
+)
 PARAMETERS = ("min_p", "repetition_penalty", "bad_words", "min_tokens", "prompt_logprobs")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -97,6 +105,64 @@ class House:
                         found[f"{node.name} ({source.name})"] = fields
         return found
 
+    def uses(self) -> dict[str, set[str]]:
+        """Files that import each name or read it as an attribute."""
+        uses: dict[str, set[str]] = defaultdict(set)
+        for source in self.sources:
+            for node in ast.walk(source.tree):
+                match node:
+                    case ast.ImportFrom(names=names):
+                        for alias in names:
+                            uses[alias.name].add(source.name)
+                    case ast.Attribute(attr=name):
+                        uses[name].add(source.name)
+        return uses
+
+    def classes(self) -> dict[str, list[ast.ClassDef]]:
+        found: dict[str, list[ast.ClassDef]] = defaultdict(list)
+        for source in self.sources:
+            for node in source.tree.body:
+                if isinstance(node, ast.ClassDef):
+                    found[node.name].append(node)
+        return found
+
+    def undocumented(self) -> list[str]:
+        """Public functions, classes and methods without a docstring."""
+        found, uses, classes = [], self.uses(), self.classes()
+        protocols = {
+            method for name in classes for one in classes[name] if _is_protocol(one) for method in _documented(one)
+        }
+        for source in self.sources:
+            elsewhere = {name for name, files in uses.items() if files - {source.name}}
+            for node in source.tree.body:
+                if not isinstance(node, Function | ast.ClassDef) or node.name not in elsewhere:
+                    continue
+                lacking = [node.name] if _lacks_docstring(node) else []
+                if isinstance(node, ast.ClassDef):
+                    inherited = protocols | _inherited(node, classes)
+                    lacking += [
+                        f"{node.name}.{method.name}"
+                        for method in node.body
+                        if isinstance(method, Function)
+                        and method.name in elsewhere - inherited
+                        and _lacks_docstring(method)
+                    ]
+                found += [f"{source.name}:{name}" for name in lacking]
+        return found
+
+    def bare_numbers(self) -> list[str]:
+        """Module-level numbers with neither a unit in their name nor a comment or docstring."""
+        found = []
+        for source in self.sources:
+            lines, body = source.text.splitlines(), source.tree.body
+            for node, following in zip(body, [*body[1:], ast.Pass()], strict=True):
+                name = _number_named(node)
+                if name is None or UNITS.search(name) or _is_text(following):
+                    continue
+                if not any("#" in line for line in lines[max(0, node.lineno - 2) : node.lineno]):
+                    found.append(f"{source.name}:{name}")
+        return found
+
     def files_knowing(self, parameter: str) -> list[str]:
         """Files that name a sampling parameter, protos included, stubs not."""
         word = re.compile(rf"\b{parameter}\b")
@@ -106,6 +172,48 @@ class House:
 def _is_record(node: ast.ClassDef) -> bool:
     marks = [*node.decorator_list, *node.bases]
     return any("dataclass" in ast.unparse(mark) or "NamedTuple" in ast.unparse(mark) for mark in marks)
+
+
+def _is_protocol(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(base).startswith("Protocol") for base in node.bases)
+
+
+def _documented(node: ast.ClassDef) -> set[str]:
+    return {item.name for item in node.body if isinstance(item, Function) and ast.get_docstring(item)}
+
+
+def _inherited(node: ast.ClassDef, classes: dict[str, list[ast.ClassDef]]) -> set[str]:
+    """Methods that a base class of Holdfast's documents."""
+    bases = [base for name in map(ast.unparse, node.bases) for base in classes.get(name, []) if base is not node]
+    return {name for base in bases for name in _documented(base) | _inherited(base, classes)}
+
+
+def _lacks_docstring(node: Function | ast.ClassDef) -> bool:
+    is_setter = any(ast.unparse(mark).endswith(".setter") for mark in node.decorator_list)
+    if is_setter or node.name.startswith("_") or ast.get_docstring(node):
+        return False
+    first, last = node.body[0], node.body[-1]
+    return isinstance(node, ast.ClassDef) or first.lineno != last.end_lineno or ast.unparse(first) == "..."
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _number_named(node: ast.stmt) -> str | None:
+    """Name of a constant whose value is written in numbers, and of nothing else."""
+    match node:
+        case (
+            ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.AnnAssign(target=ast.Name(id=name), value=value)
+        ):
+            numbers = [one.value for one in ast.walk(value or ast.Pass()) if isinstance(one, ast.Constant)]
+            plain = bool(numbers) and all(type(number) in (int, float) for number in numbers)
+            return (
+                name
+                if plain and name.isupper() and not any(isinstance(one, ast.Call) for one in ast.walk(node))
+                else None
+            )
+    return None
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -135,6 +243,13 @@ def report(house: House) -> None:
     tenth = sorted(lengths)[int(0.9 * len(lengths))]
     print(f"functions: {len(lengths)}, median {median(lengths):.0f} lines, p90 {tenth}")
     print(f"longest functions: {house.functions()[:3]}")
+    for title, found in (
+        ("public functions without a docstring", house.undocumented()),
+        ("numbers without unit or source", house.bare_numbers()),
+    ):
+        print(f"{title}: {len(found)}")
+        for name in found:
+            print(f"  {name}")
     print(f"import cycles: {cycles(house.imports()) or 'none'}")
     pairs = list(lookalikes(house.records()))
     print(f"pairs of types with equal fields: {len(pairs)}")

@@ -21,10 +21,12 @@ from holdfast.router.dispatch.policy import HashRing, RoutingSnapshot
 from holdfast.router.dispatch.prefix_index import NO_MATCH, PrefixMatch
 from holdfast.worker.models import families
 from scripts import docs_site
+from scripts.house_figures import House
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {page.name: page.read_text() for page in PAGES}
+HOUSE = House(ROOT)
 FOLDERS = ("worker", "router", "cluster", "proto", "tests", "docs", "benchmarks", "scripts", "k8s")
 
 
@@ -164,13 +166,17 @@ NO_SUBJECT = frozenset(
 def test_docstrings_begin_with_the_noun_that_they_describe():
     """Those that begin with "What" or "Of" leave it to the reader to find out what is meant."""
     found = []
-    packages = ("worker", "router", "cluster")
-    for path in sorted(path for package in packages for path in (ROOT / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for source in HOUSE.sources:
+        for node in ast.walk(source.tree):
             match node:
                 case ast.Expr(value=ast.Constant(value=str(text))) if text.split()[0].rstrip(",:;") in NO_SUBJECT:
-                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text.split(chr(10))[0]}")
+                    found.append(f"{source.name}:{node.lineno}: {text.split(chr(10))[0]}")
     assert not found, "\n".join(found)
+
+
+def test_public_functions_have_docstrings_and_numbers_have_units():
+    assert HOUSE.undocumented() == []
+    assert HOUSE.bare_numbers() == []
 
 
 @pytest.mark.slow

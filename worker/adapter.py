@@ -13,8 +13,8 @@ WEIGHTS: Final = "adapter_model.safetensors"
 
 _PICKLES: Final = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]*(/[A-Za-z0-9][A-Za-z0-9._:@+-]*)*")
-_MAX_NAME: Final = 200
-_PIECE: Final = 1 << 20
+_MAX_NAME: Final = 200  # characters
+_PIECE: Final = 1 << 20  # bytes read at a time
 
 
 class Adapter(NamedTuple):

@@ -135,6 +135,7 @@ class DrawParams:
 
     @property
     def seed(self) -> int:
+        """Seed of the draws. The router has chosen one where the request gave none."""
         assert self.sampling.seed is not None, "the seed is resolved before a request reaches the engine"
         return self.sampling.seed
 

@@ -16,7 +16,7 @@ LONGEST_LOOK_S: Final = 0.25
 """Most seconds counted between two looks: the observer may have been held up itself, on a busy machine or by a
 debugger, and must not blame another for that."""
 
-_WEIGHT: Final = 0.1
+_WEIGHT: Final = 0.1  # of the newest gap in the moving average
 
 
 class ProgressCounter:

@@ -47,7 +47,7 @@ MAX_FIGURE: Final = 1e9
 MAX_RANKS: Final = 1024
 """Ranks of a replica: more than any model has heads that they could share."""
 
-MAX_THREADS: Final = 4096
+MAX_THREADS: Final = 4096  # of one rank
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(le=MAX_BYTES)]
 

@@ -30,6 +30,7 @@ class Histogram:
         self.total = total
 
     def note(self, value: float) -> None:
+        """Counts one observation."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 

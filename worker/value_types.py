@@ -59,7 +59,7 @@ def checked_prompt(value: object) -> str | tuple[int, ...]:
     return checked_token_ids("token_ids", value)
 
 
-_PIECE: Final = 2**16
+_PIECE: Final = 2**16  # token ids
 
 
 def checked_token_ids(field: str, value: object) -> tuple[int, ...]:

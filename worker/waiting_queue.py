@@ -10,7 +10,7 @@ from typing import Final, Generic, Protocol, TypeVar
 from holdfast.worker.request import EngineRequest, Priority
 from holdfast.worker.timers import Timers
 
-PROMPT_WEIGHT: Final = 1.0
+PROMPT_WEIGHT: Final = 1.0  # cost of a prompt token
 OUTPUT_WEIGHT: Final = 2.0
 """Cost of an output token to its tenant, in prompt tokens. It costs more, as in the paper, because it takes a row of a
 step for itself."""

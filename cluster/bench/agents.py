@@ -15,11 +15,11 @@ from holdfast.cluster.bench.workload import Lengths, Session, Turn, Workload
 from holdfast.worker.errors import ConfigurationError
 
 NUM_TURNS: Final = 43
-_TURNS_SIGMA: Final = 0.4
+_TURNS_SIGMA: Final = 0.4  # of the lognormal number of turns
 _FIRST_PROMPT: Final = (90_000, 0.25)
 """Median in tokens and sigma of the first prompt: system prompt, tools, files."""
-_TOOL_RESULT: Final = (1_000, 1.0)
-_OUTPUT: Final = (444, 0.8)
+_TOOL_RESULT: Final = (1_000, 1.0)  # median in tokens, sigma
+_OUTPUT: Final = (444, 0.8)  # median in tokens, sigma
 _WINDOW_TOKENS: Final = 256_000
 """A session ends before its conversation is longer than this."""
 _PAUSE: Final = (10.0, 1.1)

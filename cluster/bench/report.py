@@ -182,6 +182,7 @@ class Report(Part):
     search: Search | None = None
 
     def write(self, path: Path) -> None:
+        """Writes the report as JSON. Raises ConfigurationError where the file cannot be written."""
         try:
             path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
         except OSError as error:

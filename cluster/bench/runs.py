@@ -76,7 +76,7 @@ class LoadSearch:
 
 _NUMBERS_PER_RUN: Final = 1 << 24
 """Sessions of different runs have different numbers, and so different texts: no run finds another's in the cache."""
-_WARMUP_AT_A_TIME: Final = 8
+_WARMUP_AT_A_TIME: Final = 8  # requests
 
 OnChange = Callable[[int, int], None]
 Watch = Callable[[str, int | None, float | None], AbstractContextManager[OnChange]]

@@ -13,6 +13,8 @@ from holdfast.worker.wire.tls import Tls
 
 
 class OnPiece(Protocol):
+    """Callback for each piece of output."""
+
     def __call__(self, *, is_silent_end: bool = False) -> None:
         """A piece of output has come: one token or several. `is_silent_end`: the end of the output, without text."""
 

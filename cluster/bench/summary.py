@@ -182,7 +182,7 @@ def summary(
     )
 
 
-_KEPT: Final = 0.9
+_KEPT: Final = 0.9  # share of a turn's prompt that is cached
 
 
 def turns(done: Sequence[RequestRecord]) -> Turns:

@@ -19,7 +19,7 @@ from holdfast.worker.wire.tls import Tls
 MAX_AHEAD: Final = 64
 """Most deltas that are read ahead. Then the stream waits for its reader."""
 
-GOES_ON_AT: Final = MAX_AHEAD // 2
+GOES_ON_AT: Final = MAX_AHEAD // 2  # items
 
 ItemT = TypeVar("ItemT")
 

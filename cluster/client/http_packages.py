@@ -57,17 +57,23 @@ class Io(ABC):
     async def read(self, response: Any) -> None: ...
 
     @abstractmethod
-    def chunks(self, response: Any) -> AsyncGenerator[bytes, None]: ...
+    def chunks(self, response: Any) -> AsyncGenerator[bytes, None]:
+        """Pieces of the response's body as they come."""
+        ...
 
     @abstractmethod
-    async def close_response(self, response: Any) -> None: ...
+    async def close_response(self, response: Any) -> None:
+        """Closes the response and frees its connection."""
+        ...
 
     @abstractmethod
     def streamed(self, response: Any, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> Any:
         """A response whose body is these events."""
 
     @abstractmethod
-    async def sleep(self, seconds: float) -> None: ...
+    async def sleep(self, seconds: float) -> None:
+        """Waits `seconds`."""
+        ...
 
     @abstractmethod
     async def close(self) -> None: ...
@@ -93,6 +99,7 @@ class BlockingIo(Io):
             response.close()
 
     async def chunks(self, response: Any) -> AsyncGenerator[bytes, None]:
+        """Pieces of the body, from a blocking iterator."""
         for data in response.stream:
             yield data
 
@@ -124,6 +131,7 @@ class AsyncIo(Io):
             await response.aclose()
 
     async def chunks(self, response: Any) -> AsyncGenerator[bytes, None]:
+        """Pieces of the body, from an asynchronous iterator."""
         async for data in response.stream:
             yield data
 
@@ -134,6 +142,7 @@ class AsyncIo(Io):
         return self._with_body(response, _stream_class(self.package, "AsyncByteStream", _AsyncStream)(events, close))
 
     async def sleep(self, seconds: float) -> None:
+        """Waits `seconds` on anyio's loop."""
         import anyio  # the packages bring it for their asynchronous clients
 
         await anyio.sleep(seconds)

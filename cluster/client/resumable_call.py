@@ -65,9 +65,9 @@ class ResumableCall:
 
 _COMMENT: Final = b":"
 _MARK_AT: Final = b"\n" + MARK
-_BUSY: Final = 429
-_AWAY: Final = 503
-_OF_PROXIES: Final = (502, 503, 504)
+_BUSY: Final = 429  # HTTP status
+_AWAY: Final = 503  # HTTP status
+_OF_PROXIES: Final = (502, 503, 504)  # HTTP statuses
 
 PROOF_S: Final = 0.05
 """A connection that breaks sooner after a request was sent may be that of a proxy that has no router behind it."""

@@ -54,5 +54,6 @@ class Command:
 
 
 def examples_text(examples: tuple[str, ...]) -> str:
+    """Examples of a subcommand for its `--help`, one a line."""
     lines = "".join(f"  holdfast {example}\n" for example in examples)
     return f"Example{'s' if len(examples) > 1 else ''}:\n\n{lines}"

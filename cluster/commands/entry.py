@@ -15,7 +15,7 @@ from holdfast.worker.process_memory import importing, set_aside
 
 EXIT_INTERRUPTED: Final = 130
 
-_STDERR: Final = 2
+_STDERR: Final = 2  # file descriptor
 
 
 def main() -> None:

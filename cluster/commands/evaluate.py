@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from holdfast.cluster.offline.evaluation import Evaluation
     from holdfast.cluster.offline.inference_engine import InferenceEngine
 
-_ALL = -1
-_MOST = 1024
+_ALL = -1  # --top: all tokens
+_MOST = 1024  # tokens per position
 
 
 @takes_settings("model", "parallel", "cache", "scheduler", without=("model.model", "model.seed"))

@@ -8,8 +8,8 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.models.roofline import DEVICES, ModelShape, Step, kv_bytes_per_token, step_of, weight_bytes
 from holdfast.worker.process_memory import readable_bytes
 
-_DECODES = ((1, 1024), (8, 1024), (64, 1024), (256, 1024))
-_PROMPT = 2048
+_DECODES = ((1, 1024), (8, 1024), (64, 1024), (256, 1024))  # sequences, tokens of context of each
+_PROMPT = 2048  # tokens
 _NUMBER_BITS = 16.0
 
 

@@ -32,6 +32,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Self:
+        """This machine: cores that this process may use, available memory in bytes, and NVIDIA devices."""
         devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
         return cls(num_cores=len(os.sched_getaffinity(0)), available_bytes=available_memory(), num_gpus=len(devices))
 

@@ -126,6 +126,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
 
     def data_received(self, data: bytes) -> None:
+        """Feeds bytes to the HTTP parser; breaks the connection where they are no HTTP."""
         if self._parser is None:
             self._transport.abort()  # nothing was asked
             return
@@ -139,6 +140,7 @@ class Connection(asyncio.Protocol):
         """A response without a length ends so; any other is cut off."""
 
     def connection_lost(self, error: Exception | None) -> None:
+        """Fails the open request with RouterLostError, or ends its body."""
         self.is_lost = True
         if self._idle is not None:
             self._idle.cancel()
@@ -156,6 +158,7 @@ class Connection(asyncio.Protocol):
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        """Passes status and headers on."""
         assert self._parser is not None, "it calls"
         assert self._head is not None, "it was asked for"
         self._keeps_alive = self._parser.should_keep_alive()
@@ -166,12 +169,14 @@ class Connection(asyncio.Protocol):
             self._on_end()
 
     def on_body(self, body: bytes) -> None:
+        """Passes a piece of the body on, or keeps it until someone reads."""
         if self._on_data is None:
             self._early.append(body)
         else:
             self._on_data(body)
 
     def on_message_complete(self) -> None:
+        """Ends the response."""
         self.is_over = True
         self._on_end()
 
@@ -256,6 +261,7 @@ class Routers:
     turn: int = 0
 
     def choose(self, now: float) -> Upstream:
+        """The router with the fewest open requests, one that is up before one that is down; in turn among equals."""
         self.turn += 1
         order = [self.all[(self.turn + number) % len(self.all)] for number in range(len(self.all))]
         return min(order, key=lambda one: (one.is_down_until_s > now, one.num_open))

@@ -37,7 +37,7 @@ MAX_GROWTH: Final = 0.5
 PATIENCE: Final = 4
 """A start that takes so many times what starts take is not waited for."""
 
-STARTUP_SMOOTHING: Final = 0.3
+STARTUP_SMOOTHING: Final = 0.3  # weight of the newest start in the moving average
 SPEED_LOSS_PER_S: Final = 0.002
 """Rate at which the best observed speed of a replica is forgotten, because requests change."""
 

@@ -118,6 +118,7 @@ class Level:
         self._values = deque[tuple[float, float]]()
 
     def note(self, now_s: float, value: float) -> None:
+        """Adds a value and drops those older than the window."""
         self._values.append((now_s, value))
         while self._values[0][0] < now_s - self._keep_s:
             self._values.popleft()

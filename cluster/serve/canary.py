@@ -207,6 +207,7 @@ def difference(running: Mapping[str, Running], wanted: HoldfastConfig) -> list[P
 
 
 def in_order(steps: Iterable[PlannedChange]) -> list[PlannedChange]:
+    """Steps sorted by kind, in the order of `ChangeKind`."""
     order = list(ChangeKind)
     return sorted(steps, key=lambda step: order.index(step.kind))
 

@@ -47,6 +47,8 @@ _EXPIRE_EVERY_S: Final = 2.5
 
 
 class Role(StrEnum):
+    """Kind of a member of the cluster."""
+
     REPLICA = "replica"
     ROUTER = "router"
 
@@ -211,14 +213,17 @@ class DirectoryDeployment:
         return self._security
 
     async def renew(self, member: Member) -> None:
+        """Renews a member's lease, or adds the member."""
         if self._directory.renew(member, time.monotonic()):
             self._tell()
 
     async def remove(self, member_id: str) -> None:
+        """Removes a member that stops."""
         self._directory.remove(member_id)
         self._tell()
 
     async def remove_model(self, name: str) -> None:
+        """Removes a model and its replicas' entries."""
         self._directory.remove_model(name)
         self._tell()
 

@@ -36,6 +36,8 @@ _ROOM_BYTES: Final = 2**30
 
 
 class Level(IntEnum):
+    """Severity of a line of `holdfast doctor`."""
+
     GOOD = 0
     NOTE = 1
     BAD = 2

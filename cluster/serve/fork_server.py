@@ -39,7 +39,7 @@ END_LIMIT_S: Final = 10.0
 NUM_STREAMS: Final = 3
 """Standard input, output and error, which come with a request."""
 
-_STDIN: Final = 0
+_STDIN: Final = 0  # file descriptor
 _READ_BYTES: Final = 2**16
 _SIZE: Final = struct.Struct("!I")
 _CREDENTIALS: Final = struct.Struct("3i")

@@ -27,7 +27,7 @@ from holdfast.worker.process_memory import loading
 READY: Final = b"\n"
 """The first byte of a starter that has imported all."""
 
-_STDIN: Final = 0
+_STDIN: Final = 0  # file descriptor
 _PID: Final = struct.Struct("!I")
 _MESSAGE_BYTES: Final = 1
 

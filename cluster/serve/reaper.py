@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-PR_SET_PDEATHSIG: Final = 1
-PR_SET_CHILD_SUBREAPER: Final = 36
+PR_SET_PDEATHSIG: Final = 1  # <linux/prctl.h>
+PR_SET_CHILD_SUBREAPER: Final = 36  # <linux/prctl.h>
 PASSED_ON: Final = (signal.SIGINT, signal.SIGTERM)
 _AT_START: Final[tuple[Any, ...]] = (signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL)
 """Handlers that an interpreter has for `PASSED_ON` and SIGCHLD at its start."""
@@ -31,7 +31,7 @@ _AT_START: Final[tuple[Any, ...]] = (signal.default_int_handler, signal.SIG_DFL,
 TIED_TO: Final = "--tied-to"
 KILL_LIMIT_S: Final = 10.0
 EXIT_FAILED: Final = 1
-_STDIN: Final = 0
+_STDIN: Final = 0  # file descriptor
 
 
 def adopt_orphans() -> None:

@@ -31,7 +31,9 @@ class Steps(Protocol):
 
     def now(self) -> float: ...
 
-    def sleep(self, seconds: float) -> None: ...
+    def sleep(self, seconds: float) -> None:
+        """Waits `seconds`."""
+        ...
 
     def applications(self) -> Sequence[str]:
         """Applications of the model, the oldest first."""
@@ -39,7 +41,9 @@ class Steps(Protocol):
     def snapshot(self) -> Snapshot:
         """State of the directory now. Raises `ReplicaError` if Serve has given an application up."""
 
-    def order(self, change: Change) -> None: ...
+    def order(self, change: Change) -> None:
+        """Changes the operator state."""
+        ...
 
     def deploy(self) -> str:
         """Hands the new version to Serve, with one replica. Returns the name of its application."""
@@ -47,7 +51,9 @@ class Steps(Protocol):
     def next_application(self) -> str:
         """Name of the application that `deploy` will make."""
 
-    def scale(self, application: str, num_replicas: int) -> None: ...
+    def scale(self, application: str, num_replicas: int) -> None:
+        """Sets the number of replicas of a Serve application."""
+        ...
 
     def delete(self, application: str) -> None:
         """Ends an application, and waits until its replicas have drained."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-_OK: Final = 200
+_OK: Final = 200  # HTTP status
 _DATA: Final = b"data:"
 _DONE: Final = b"[DONE]"
 
@@ -142,6 +142,7 @@ class AnswerReader:
                 self._event(line[len(_DATA) :].strip())
 
     def finished(self) -> Answer:
+        """The answer, once the body has ended."""
         if self._rest.startswith(_DATA):
             self._event(self._rest[len(_DATA) :].strip())
         self.answer.choices = [self._choices[index] for index in sorted(self._choices)]

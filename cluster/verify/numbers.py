@@ -13,8 +13,8 @@ from holdfast.cluster.verify.finding import Kind
 from holdfast.cluster.verify.material import TEXTS
 from holdfast.cluster.verify.subject import Api, Feature, Steps, Subject, alone
 
-_SHORTEST_RUN: Final = 12
-_FEWEST_PROMPTS: Final = 4
+_SHORTEST_RUN: Final = 12  # characters
+_FEWEST_PROMPTS: Final = 4  # prompts with long outputs
 _LEAST_LOGPROB: Final = -1000.0
 """Below it a log-probability of a chosen token is a mark for something else."""
 

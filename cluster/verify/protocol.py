@@ -7,11 +7,11 @@ from holdfast.cluster.verify.exchange import Answer, Ask
 from holdfast.cluster.verify.finding import Kind
 from holdfast.cluster.verify.subject import Api, Feature, Steps, Subject, alone
 
-_REFUSED: Final = (400, 422)
-_LONG: Final = 512
-_SLOWER: Final = 4.0
+_REFUSED: Final = (400, 422)  # HTTP statuses
+_LONG: Final = 512  # tokens
+_SLOWER: Final = 4.0  # times the slowest request before
 _AT_LEAST_S: Final = 1.0
-_TRIES: Final = 3
+_TRIES: Final = 3  # requests
 _LONGEST_PROMPT: Final = 40_000
 """Tokens of a prompt that are sent at most to see that too many are refused."""
 

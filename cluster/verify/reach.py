@@ -6,7 +6,7 @@ from holdfast.cluster.verify.exchange import Answer, Ask
 from holdfast.cluster.verify.finding import Kind
 from holdfast.cluster.verify.subject import Api, Feature, Steps, Subject
 
-_FEW = 4
+_FEW = 4  # tokens
 
 
 def reach(subject: Subject) -> Steps:

@@ -61,6 +61,7 @@ class Report:
         return text.replace(self.secret, "[key]") if self.secret else text
 
     def as_json(self) -> str:
+        """The report as JSON without the API key."""
         fields = {key: value for key, value in asdict(self).items() if key != "secret"}
         fields["counts"] = {kind.value: self.counts[kind] for kind in Kind}
         return self.without_secret(json.dumps(fields, indent=1, ensure_ascii=False))

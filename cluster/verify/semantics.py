@@ -11,11 +11,11 @@ from holdfast.cluster.verify.material import UNICODE
 from holdfast.cluster.verify.subject import Api, Feature, Steps, Subject, alone
 
 FINISHES: Final = frozenset({"stop", "length", "tool_calls", "content_filter", "function_call"})
-_SHORT: Final = 5
-_SUM_TOLERANCE: Final = 1e-3
-_TIE: Final = 1e-3
+_SHORT: Final = 5  # tokens
+_SUM_TOLERANCE: Final = 1e-3  # of log-probabilities and of sums of probabilities
+_TIE: Final = 1e-3  # nats
 _REPLACEMENT: Final = "\ufffd"
-_MOST_CUTS: Final = 12
+_MOST_CUTS: Final = 12  # stop strings tried
 
 
 def finishes(subject: Subject, api: Api) -> Steps:

@@ -13,7 +13,7 @@ from holdfast.cluster.verify.exchange import Answer, Ask
 from holdfast.cluster.verify.finding import Evidence, Finding, Kind
 from holdfast.cluster.verify.material import Prompt, fillers, prompts
 
-_SHOWN: Final = 400
+_SHOWN: Final = 400  # characters
 
 
 class Api(StrEnum):
@@ -113,6 +113,7 @@ class Subject:
         return Ask(path=api.value, body=body | params)
 
     def streamed(self, ask: Ask) -> Ask:
+        """The same request as a stream, with usage at its end."""
         body = {**ask.params, "stream": True, "stream_options": {"include_usage": True}}
         return Ask(path=ask.path, body=body, cut_after=ask.cut_after)
 

@@ -14,7 +14,7 @@ from holdfast.cluster.verify.exchange import Answer, AnswerReader, Ask
 from holdfast.worker.errors import ConfigurationError
 
 _WRONG_KEY: Final = "wrong-key-of-an-audit"
-_BUSY: Final = (429, 503)
+_BUSY: Final = (429, 503)  # HTTP statuses
 _MOST_WAIT_S: Final = 10.0
 
 

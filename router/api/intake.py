@@ -152,7 +152,7 @@ class DecodeWorker:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-LONGEST: Final = 64
+LONGEST: Final = 64  # characters
 
 
 def loggable(name: str) -> str:

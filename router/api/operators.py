@@ -88,6 +88,7 @@ class Operators:
         return self._operator_state().revision
 
     async def drain(self, replica_id: str) -> int:
+        """Drains a replica, and returns the revision of the operator state. Raises InvalidRequestError."""
         self._check_known(replica_id)
         return await self._ordered("with_drained", replica_id, True)
 
@@ -214,8 +215,8 @@ def _releases() -> dict[str, str]:
     return found
 
 
-MOST: Final = 100
-MAX_LENGTH: Final = 500
+MOST: Final = 100  # records
+MAX_LENGTH: Final = 500  # characters of a record
 
 
 class RecentErrors(logging.Handler):

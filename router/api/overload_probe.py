@@ -15,7 +15,7 @@ from holdfast.worker.process_memory import give_back, readable_bytes, total_memo
 
 logger = logging.getLogger(__name__)
 
-MOST_MEMORY: Final = 4 * 2**30
+MOST_MEMORY: Final = 4 * 2**30  # bytes
 _STATM: Final = "/proc/self/statm"
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 

@@ -70,7 +70,7 @@ class CircuitBreaker:
 
 
 FIRST_PAUSE_S: Final = 0.05
-MAX_DOUBLINGS: Final = 10
+MAX_DOUBLINGS: Final = 10  # of the pause
 FORGIVEN_S: Final = 60.0
 """A session that lasted this long resets the count of faulty sessions."""
 

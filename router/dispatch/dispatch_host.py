@@ -130,6 +130,7 @@ class DispatchHost:
     # --- for links ---
 
     def replica_up(self, port: ReplicaPort, facts: ReplicaFacts, load: EngineLoad) -> None:
+        """Adds a replica that has said hello on its link."""
         self._ports[facts.replica_id] = port
         self._note_news("up", facts.replica_id, facts.model)
         self.perform(self.dispatch.replica_up(facts, load, self.now()))
@@ -147,6 +148,7 @@ class DispatchHost:
         self.perform(self.dispatch.replica_retiring(replica_id, is_retiring, self.now()))
 
     def replica_down(self, replica_id: str, error: HoldfastError) -> None:
+        """Removes a lost replica; its requests are attempted elsewhere or fail with `error`."""
         if self._ports.pop(replica_id, None) is not None:
             self._note_news("lost", replica_id, reason=str(error))
         try:

@@ -108,6 +108,7 @@ class Quarantine:
         self.end_trial(state)
 
     def begin_trial(self, state: RequestState) -> None:
+        """Lets a held request run alone on its model. The model must be free."""
         assert state.status is RequestStatus.HELD
         assert self.is_free(state.model)
         self._on_trial[state.model] = state

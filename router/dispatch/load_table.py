@@ -47,6 +47,7 @@ class PartOfLoads(Loads):
             self.set_score(slot, score)
 
     def set_score(self, slot: Slot, score: float) -> None:
+        """Sets a member's score, and adds or removes its slot as it opens or closes."""
         if not self.members >> slot & 1:
             return
         if (score != CLOSED) != (slot in self._places):
@@ -108,6 +109,7 @@ class LoadTable(Loads):
         self.parts = tuple(PartOfLoads(self, mask) for mask in members)
 
     def set_score(self, slot: Slot, score: float) -> None:
+        """Sets a slot's score here and in every part."""
         super().set_score(slot, score)
         for part in self.parts:
             part.set_score(slot, score)

@@ -261,6 +261,7 @@ class ReplicaRegistry:
             model.down_since = now
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
+        """Load, statistics and version of each replica."""
         return tuple(
             ReplicaLoad(
                 replica_id=replica_id,

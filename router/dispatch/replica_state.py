@@ -164,6 +164,7 @@ class ReplicaState:
         self._refresh()
 
     def note_report(self, load: EngineLoad) -> None:
+        """Replaces the load by what the replica reports, and forgets what was counted as sent since the last report."""
         self.load = load
         self._num_sent = 0
         self._num_sent_tokens = 0

@@ -27,7 +27,7 @@ IN_REPLICA: Final = "replica"
 
 RECENT_S: Final = 30.0
 NUM_RECENT: Final = 512
-SHARE: Final = 0.9
+SHARE: Final = 0.9  # quantile that is reported
 
 
 class FirstTokens:

@@ -123,6 +123,9 @@ class OutputStream:
         """Error that ended it, raised after all earlier output."""
 
     def push(self, delta: OutputDelta) -> None:
+        """Adds a delta; the reader is woken at each step or when enough have gathered. A reader too far behind ends the
+        stream.
+        """
         is_last = delta.finish_reason is not None
         if self.watch is not None and (is_last or not self.num_tokens):
             self.watch(delta)

@@ -20,7 +20,7 @@ BORROW_S: Final = 0.01
 LATE_TOKEN: Final = 0.25
 """Cost of a second by which a running stream's next token is late, against a second before a first token."""
 
-_WEIGHT: Final = 0.1
+_WEIGHT: Final = 0.1  # of the newest request in the moving average
 
 
 class Role(Enum):

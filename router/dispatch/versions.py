@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Final
 
-_RANGE: Final = 2**64
+_RANGE: Final = 2**64  # values of 8 bytes of a digest
 
 
 def position(request_id: str) -> float:

@@ -170,6 +170,7 @@ class ReplicaLink:
     # --- messages to the replica ---
 
     def submit(self, action: SendSubmit) -> None:
+        """Sends a request's attempt to the replica."""
         self._outbox.put_nowait(submit_message(action.attempt, action.request))
         if self._watch is not None:
             self._watch.note_work()

@@ -10,6 +10,8 @@ from typing import Final
 
 
 class MetricType(StrEnum):
+    """Type of a metric, in Prometheus' words."""
+
     COUNTER = "counter"
     GAUGE = "gauge"
     HISTOGRAM = "histogram"

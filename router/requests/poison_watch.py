@@ -25,13 +25,13 @@ from holdfast.worker.request import PoisonRisk
 WHOLE_BYTES: Final = 2**18
 """Bytes up to this are hashed whole. Of more, so many at both ends and pieces between: no loop waits for 32 MB."""
 
-PIECES: Final = 64
+PIECES: Final = 64  # hashed between the ends
 PIECE_BYTES: Final = 2**12
 
 _OF_A_SUBMISSION: Final = frozenset((2, 7, 10, 11))
 """Fields of `GenerateRequest` that change when it is sent again: `request_id`, `timeout_ms`, `resume`, `attempt`."""
 
-_MAX_FIELDS: Final = 64
+_MAX_FIELDS: Final = 64  # of a message that are looked at
 
 
 Part: TypeAlias = bytes | memoryview
@@ -303,6 +303,7 @@ class Reading:
         self._num_left = num_requests
 
     def admitted(self) -> None:
+        """Counts one admitted request; the last one ends the reading as harmless."""
         self._num_left -= 1
         if self._num_left == 0:
             self.end(is_cleared=True)

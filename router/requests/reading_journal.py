@@ -30,13 +30,13 @@ Buffer: TypeAlias = Any
 _HEAD: Final = struct.Struct("<8sd??6x")
 """Magic, time of the last turn of the loop, whether the end was its own fault, whether it ended in order."""
 _MAGIC: Final = b"hf-read2"
-_TURN_AT: Final = 8
-_OWN_FAULT_AT: Final = 16
-_IN_ORDER_AT: Final = 17
+_TURN_AT: Final = 8  # offset in bytes
+_OWN_FAULT_AT: Final = 16  # offset in bytes
+_IN_ORDER_AT: Final = 17  # offset in bytes
 _DIGEST_BYTES: Final = 16
 _PLACE_BYTES: Final = 1 + _DIGEST_BYTES
-_KNOWN_GOOD: Final = 0x10
-_TAKEN: Final = 0x80
+_KNOWN_GOOD: Final = 0x10  # bit of a place's state
+_TAKEN: Final = 0x80  # bit of a place's state
 SIZE: Final = _HEAD.size + NUM_PLACES * _PLACE_BYTES
 
 
@@ -115,6 +115,7 @@ class LeftJournal:
         return losses_of(tuple(self.entries()), router, ended_s, is_own_fault=is_own_fault)
 
     def entries(self) -> Iterator[Entry]:
+        """Messages that the ended process was reading."""
         for state, digest in self._taken():
             is_known_good = bool(state & _KNOWN_GOOD)
             yield Entry(digest=digest.hex(), poison_risk=PoisonRisk(state & 0x0F), is_known_good=is_known_good)

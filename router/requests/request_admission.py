@@ -285,6 +285,7 @@ class RequestAdmission:
             self._overload.check_new(priority, is_resumed=is_resumed, now=now, is_guest=is_guest)
 
     def check_open(self) -> None:
+        """Raises RequestAbortedError, which clients may retry, while the router stops."""
         if self.is_closed:
             raise stopping()
 

@@ -10,13 +10,13 @@ from typing import Any, Final
 
 from holdfast.router.schemas.places import SchemaError
 
-_EXACT: Final = 2**53
+_EXACT: Final = 2**53  # whole numbers up to it are exact in float64
 _LARGEST: Final = 2**63 - 1024
 """The largest integer of 64 bits that floating point has."""
 _DIGITS: Final = 15
 """Significant digits that survive being read into floating point and written again."""
 
-_NEXT_TO_0: Final = 1e-15
+_NEXT_TO_0: Final = 1e-15  # stands for an exclusive bound of 0
 
 LOWER: Final = ("minimum", "exclusiveMinimum")
 UPPER: Final = ("maximum", "exclusiveMaximum")

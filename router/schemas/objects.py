@@ -9,7 +9,7 @@ from typing import Any, Final
 from holdfast.router.schemas.patterns import checked_pattern, matches, only_matches
 from holdfast.router.schemas.places import SchemaError
 
-_MAX_PATTERNS: Final = 64
+_MAX_PATTERNS: Final = 64  # patternProperties of one object
 _MAX_LOOKS: Final = 4096
 """Names that are matched with patterns: each look takes a tenth of a millisecond."""
 

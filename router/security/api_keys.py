@@ -216,9 +216,11 @@ class Rates:
         return max(waits)
 
     def take_request(self, now: float) -> None:
+        """Takes one request from the key's rate, even if it is used up; `now` in seconds."""
         if self._requests is not None:
             self._requests.take(1.0, now)
 
     def take_tokens(self, number: int, now: float) -> None:
+        """Takes `number` tokens from the key's rate; `now` in seconds."""
         if self._tokens is not None:
             self._tokens.take(number, now)

@@ -94,11 +94,16 @@ class BudgetLimits(Protocol):
     """Limits read from `LimitsConfig`."""
 
     @property
-    def max_resets_per_s(self) -> float: ...
+    def max_resets_per_s(self) -> float:
+        """Streams that one peer may reset in a second."""
+        ...
+
     @property
     def max_unauthenticated_calls_per_s(self) -> float: ...
     @property
-    def max_unauthenticated_connections(self) -> int: ...
+    def max_unauthenticated_connections(self) -> int:
+        """Connections without a valid key that may be open at once."""
+        ...
 
 
 @dataclass(slots=True, eq=False)

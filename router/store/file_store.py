@@ -16,7 +16,7 @@ PIECE_BYTES: Final = 2**18
 UPLOAD_S: Final = 3600.0
 """A file that is not whole by then is deleted."""
 
-_PIECES_AT_A_TIME: Final = 16
+_PIECES_AT_A_TIME: Final = 16  # rows of one query
 
 
 class FileStore:
@@ -64,6 +64,7 @@ class FileStore:
     # --- within a transaction ---
 
     def put(self, connection: "sqlalchemy.Connection", tenant: str, file_id: str, number: int, piece: bytes) -> None:
+        """Stores piece `number` of a file, and adds its bytes to the tenant's total."""
         row = {"tenant": tenant, "id": file_id, "number": number, "data": piece}
         connection.execute(self._pieces.insert(), row)
         self.objects.grow(connection, tenant, file_id, len(piece))

@@ -18,9 +18,9 @@ from holdfast.worker.errors import InvalidRequestError, NotFoundError
 if TYPE_CHECKING:
     import sqlalchemy
 
-_MAX_ID_LENGTH: Final = 512
+_MAX_ID_LENGTH: Final = 512  # characters
 
-MAX_LISTED: Final = 100
+MAX_LISTED: Final = 100  # objects of a page, as in OpenAI's API
 
 HIDDEN: Final = "hidden"
 """Kind of a file that is not whole."""

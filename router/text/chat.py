@@ -30,7 +30,7 @@ _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 FEW_STEPS: Final = 20_000
 """Steps of a template that take some milliseconds."""
 _STEPS: Final = 4_000_000
-_STEPS_PER_BYTE: Final = 20
+_STEPS_PER_BYTE: Final = 20  # of a chat, for its template
 
 _TAG: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 """Put behind the content that an output goes on with, to find its end in the rendered text, as transformers does. By

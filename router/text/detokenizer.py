@@ -15,7 +15,7 @@ from typing import Final
 from holdfast.router.text.token_table import REPLACEMENT, is_nothing
 from holdfast.router.text.tokenizer import Tokenizer
 
-_MAX_CONTEXT: Final = 6
+_MAX_CONTEXT: Final = 6  # tokens of the prompt
 _MAX_WINDOW: Final = 24
 """Far more tokens than a character can have: such a window is bytes that never become one."""
 

@@ -27,7 +27,7 @@ _TOKEN: Final = re.compile(
 )
 _ESCAPE: Final = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|([^xuU]))", re.DOTALL)
 _CONTROLS: Final[Mapping[str, str]] = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "v": "\v", "0": "\0"}
-_MAX_COUNT: Final = 10_000
+_MAX_COUNT: Final = 10_000  # repetitions
 
 
 def is_ebnf(grammar: str) -> bool:

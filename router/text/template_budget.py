@@ -26,8 +26,8 @@ MAX_WIDTH: Final = 10_000
 MAX_BITS: Final = 4096
 """Most bits of an integer."""
 
-CHARS_PER_STEP: Final = 16
-COMPARED_PER_STEP: Final = 64
+CHARS_PER_STEP: Final = 16  # characters that are copied
+COMPARED_PER_STEP: Final = 64  # characters that are compared
 
 _TICK, _MADE, _TEXT, _WEIGHED = "-tick", "-made", "-text", "-weighed"
 """Filters that no template can name."""

@@ -121,7 +121,7 @@ _BYTES: Final = _byte_characters()
 REPLACEMENT: Final = "\ufffd"
 """Character that decoders write for bytes that are not, or not yet, a character."""
 
-_LETTER: Final = 0x41
+_LETTER: Final = 0x41  # byte of "A"
 _NEVER: Final = 0xFF
 """A byte that never occurs in UTF-8."""
 

@@ -109,6 +109,7 @@ class TextSource:
         self.has_ended = False
 
     def push(self, text: str) -> None:
+        """Appends text, and drops what has been read for good."""
         self.text = self.text[self._settled :] + text
         self.position -= self._settled
         self._settled = 0

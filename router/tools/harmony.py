@@ -31,7 +31,7 @@ _RECIPIENT: Final = re.compile(r"to=([^\s<]+)")
 _NAMED_CHANNEL: Final = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _NAME_END: Final = re.compile(r"[\s<]")
 _FUNCTIONS: Final = "functions."
-_MAX_HEADER: Final = MAX_NAME + 100
+_MAX_HEADER: Final = MAX_NAME + 100  # characters
 _BETWEEN: Final = "\n\n"
 """Stands between messages of one kind."""
 
@@ -51,6 +51,7 @@ class HarmonySplitter:
         self._out = {"reasoning": "", "content": ""}
 
     def push(self, text: str) -> Split:
+        """Splits further text of the model into reasoning, content and tool calls."""
         self._held += text
         while self._step(is_last=False):
             pass
@@ -161,6 +162,7 @@ class HarmonyThoughtCounter:
         """Does nothing: thoughts have marks of their own."""
 
     def push(self, token_ids: Sequence[int]) -> None:
+        """Counts the tokens within the analysis channel."""
         for token_id in token_ids:
             text = self._texts.get(token_id, "")
             if text == CHANNEL:

@@ -87,6 +87,7 @@ def written(text: str) -> str:
 
 
 def pass_space(source: TextSource, emit: Emit) -> Reading[None]:
+    """Reads white space and emits it unchanged."""
     if space := (yield from source.take_all(SPACE)):
         emit(space)
 

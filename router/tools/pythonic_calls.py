@@ -93,7 +93,7 @@ _CLOSERS: Final = {"{": "}", "[": "]", "(": ")"}
 _SIMPLE: Final[dict[str, str]] = dict(zip("\n\\'\"abfnrtv", ("", "\\", "'", '"', *"\a\b\f\n\r\t\v"), strict=True))
 """Characters that an escape with a backslash stands for."""
 _CODE_LENGTHS: Final = {"x": 2, "u": 4, "U": 8}
-_MAX_SCALAR: Final = 1000
+_MAX_SCALAR: Final = 1000  # characters
 
 
 def read_literal(source: TextSource, emit: Emit) -> Reading[None]:

@@ -35,7 +35,9 @@ class ReasoningSplitter(Protocol):
     def is_cut_off(self) -> bool:
         """Whether a call has ended the reasoning."""
 
-    def push(self, text: str) -> Split: ...
+    def push(self, text: str) -> Split:
+        """Splits further text of the model into reasoning and the rest."""
+        ...
 
     def finish(self) -> Split:
         """Text held back until the output's end."""
@@ -142,6 +144,7 @@ class ThoughtCounter:
             self.num_tokens = self._num_before_call if self._call is not None else self.num_tokens
 
     def push(self, token_ids: Sequence[int]) -> None:
+        """Counts the tokens between the opening and the closing mark."""
         if self._is_over:
             return
         begin = 0

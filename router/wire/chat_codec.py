@@ -186,5 +186,6 @@ def chat_delta_message(new: ChatOutput) -> inference_pb2.ChatDelta:
 
 
 def chat_output_message(output: ChatOutput) -> inference_pb2.ChatOutput:
+    """Protobuf message of `ChatOutput`."""
     calls = [inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in output.tool_calls]
     return inference_pb2.ChatOutput(reasoning=output.reasoning, content=output.content, tool_calls=calls)

@@ -34,7 +34,7 @@ _PART: Final = 2**15
 _PIECE: Final = 2**16
 """Bytes that are looked at, or parsed, at one go."""
 
-_SHORT: Final = 16
+_SHORT: Final = 16  # bytes
 _INSIDE: Final = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 
 

@@ -39,7 +39,7 @@ FINISH_REASONS: Final = {
 FINISH_REASONS_READ: Final = {int(number): reason for reason, number in FINISH_REASONS.items()}
 
 _NAMES: Final = {reason: reason and str(reason) for reason in FINISH_REASONS}
-_PIECE: Final = 2**16
+_PIECE: Final = 2**16  # numbers
 
 
 def _fields(record: ResumeRecord, reasons: Mapping[FinishReason | None, Any]) -> dict[str, Any]:

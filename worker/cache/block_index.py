@@ -18,7 +18,7 @@ SUFFIX: Final = ".blocks"
 """End of the names of segments."""
 _INDEX: Final = "index.sqlite"
 _LOCK_WAIT_S: Final = 2.0
-_MOST_TRIES: Final = 100
+_MOST_TRIES: Final = 100  # attempts to open an index that another process is opening
 _CACHE_KIB: Final = 4096
 
 _SCHEMA: Final = (

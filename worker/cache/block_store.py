@@ -27,7 +27,7 @@ Record = Sequence[memoryview | bytes]
 
 SEGMENTS: Final = 16
 """A store that is full has about so many: one of them is deleted at a time."""
-LARGEST_SEGMENT: Final = 256 << 20
+LARGEST_SEGMENT: Final = 256 << 20  # bytes
 _TENANT: Final = b"t"
 _NOWHERE: Final = 0
 """No segment has this number."""

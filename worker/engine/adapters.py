@@ -24,7 +24,7 @@ from holdfast.worker.models.adapter_places import AdapterPlaces
 
 logger = logging.getLogger(__name__)
 
-_HEADER: Final = 2
+_HEADER: Final = 2  # numbers before the adapter's text: kind, ticket
 
 
 class AdapterGoneError(ConfigurationError):

@@ -36,8 +36,8 @@ HANDSHAKE_S: Final = 5.0
 """A connection has this long to say what it is for, and a transfer to be known by then."""
 STALL_S: Final = 10.0
 """A connection on which nothing moves for so long is closed."""
-MAX_CONNECTIONS: Final = 64
-LARGEST_FRAME: Final = 1 << 30
+MAX_CONNECTIONS: Final = 64  # of one receiver
+LARGEST_FRAME: Final = 1 << 30  # bytes
 
 _MAGIC: Final = b"HFB1"
 _HELLO: Final = struct.Struct(f"<4s{TRANSFER_BYTES}s32s")
@@ -65,6 +65,7 @@ class TransferKey(NamedTuple):
         return KeySealer(self.key) if self.is_encrypted else CheckSealer()
 
     def hello(self) -> bytes:
+        """First message of a connection: the transfer's id, and an HMAC-SHA256 under its key."""
         mac = hmac.digest(self.key, _MAGIC + self.transfer, "sha256")
         return _HELLO.pack(_MAGIC, self.transfer, mac)
 

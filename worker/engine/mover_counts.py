@@ -7,7 +7,7 @@ LEAST_MEASURED_BYTES: Final = 1 << 16
 """Shorter transfers tell nothing of the speed: they take as long as their beginning."""
 MAX_HOSTS: Final = 64
 """Hosts whose speed is remembered."""
-_WEIGHT: Final = 0.2
+_WEIGHT: Final = 0.2  # of the newest transfer in the moving average
 
 
 class MoverEvents(NamedTuple):

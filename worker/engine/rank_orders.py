@@ -39,7 +39,7 @@ from holdfast.worker.step_plan import StateCopy
 
 logger = logging.getLogger(__name__)
 
-_HEADER: Final = 6
+_HEADER: Final = 6  # numbers: kind, ticket, piece, counts of copies, names, text
 _NAME_WORDS: Final = 3
 
 

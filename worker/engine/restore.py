@@ -50,6 +50,7 @@ class Restore:
 
     @property
     def is_over(self) -> bool:
+        """Whether no further block will come: it failed, was cut, or the core has taken all blocks."""
         is_cut = self.is_cut and not self.num_ready
         return self.has_failed or is_cut or self.num_taken == len(self.names)
 

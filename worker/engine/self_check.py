@@ -25,7 +25,7 @@ NUM_TOKENS: Final = (70, 23, 6, 5, 4, 3, 3, 2, 2)
 """Tokens of each sequence. The first exceeds a block, a row tile and a tile of keys; all decode together, 9 rows and
 fewer."""
 
-_CHUNKS: Final = (1, 3, 7, 1, 3, 7)
+_CHUNKS: Final = (1, 3, 7, 1, 3, 7)  # tokens of each prefill chunk
 _NUM_DECODES: Final = 4
 
 _TOLERANCE: Final = {"float32": 1e-3}

@@ -47,7 +47,9 @@ class Mover(Protocol):
     """Carries out what the tier decides, on all ranks."""
 
     @property
-    def counts(self) -> MovingCounts: ...
+    def counts(self) -> MovingCounts:
+        """Blocks and bytes moved so far."""
+        ...
 
     @property
     def has_room(self) -> bool:

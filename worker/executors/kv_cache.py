@@ -151,7 +151,7 @@ BROKEN: Final = 255
 BIAS: Final = 127
 """Bias of e8m0: a scale's byte is its power of two plus this."""
 
-LEAST_POWER: Final = -127
+LEAST_POWER: Final = -127  # exponent of 2
 
 
 def most_power(dtype: torch.dtype) -> int:

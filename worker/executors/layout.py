@@ -124,6 +124,8 @@ MAX_CONV_WIDTH: Final = 8
 
 
 class Activation(Enum):
+    """Activation function of an MLP; for an MLP with a gate, of the gate."""
+
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
@@ -229,6 +231,8 @@ class TokenInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
+    """One layer of a decoder: norms, a mixer of tokens, and an MLP or experts, in the order that they run."""
+
     attention_norm: Norm | None
     """Norm of attention, or of what is in its place."""
     attention: Attention | LatentAttention | None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _PAGE: Final = mmap.PAGESIZE
-_MADV_DONTNEED: Final = 4
+_MADV_DONTNEED: Final = 4  # <linux/mman.h>
 
 _HEADER: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) \S+ (\d+)\s+(/.*)$")
 """Start, end, offset in the file, inode and path of a mapping of `/proc/self/maps`."""
@@ -27,7 +27,7 @@ _THERE: Final = np.uint64(3 << 62)
 _OF_FILE: Final = np.uint64(1 << 61)
 """Bit of a page of a file, or of shared memory."""
 
-_PAGES_AT_ONCE: Final = 2**17
+_PAGES_AT_ONCE: Final = 2**17  # pages of one mincore call
 
 
 @dataclass(frozen=True, slots=True)

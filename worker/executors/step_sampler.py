@@ -107,7 +107,7 @@ RECORD: Final = Struct(f"@{''.join(DRAW_TYPES.values())}0q")
 _parameters: Final = attrgetter(*DRAW_PARAMETERS)
 _NEUTRAL: Final = tuple(PARAMETERS[name].default or 0 for name in DRAW_PARAMETERS)
 
-NONE: Final = -1
+NONE: Final = -1  # in a record: absent
 NUMERICS: Final = "draws-3"
 """The arithmetic that a record is drawn by: the same tokens and log-probabilities from equal logits, to the bit."""
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from holdfast.worker.adapter import CONFIG, WEIGHTS, check_adapter_name, check_weights_are_there, digest_of
 from holdfast.worker.errors import ConfigurationError
 
-MAX_RANK: Final = 256
+MAX_RANK: Final = 256  # rank of a LoRA matrix
 MAX_BYTES: Final = 8 << 30
 """Largest file of weights that is read."""
-MAX_PATTERN: Final = 2000
+MAX_PATTERN: Final = 2000  # characters
 
 _TENSOR: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 

@@ -48,7 +48,7 @@ _DEQUANTIZED: Final = (".experts.", "query_key_value")
 _OF_STATES: Final = (".linear_attn.in_proj", ".mamba.in_proj", ".mixer.in_proj", ".kv_b_proj")
 """Linears whose outputs are put in order, too, wherever they run."""
 
-_UNIT: Final = 32
+_UNIT: Final = 32  # inputs that share a scale
 _HALF, _FLOAT, _ZERO_POINT = 16, 32, 8
 _CODES: Final = ("weight_packed", "qweight", "weight")
 _CODE_DTYPES: Final = ("I32", "I8", "F8_E4M3", "F8_E5M2")

@@ -24,7 +24,9 @@ class Executor(Protocol):
         """Bytes of this rank's cache, all layers together."""
         ...
 
-    def make_sampler(self) -> StepSampler: ...
+    def make_sampler(self) -> StepSampler:
+        """A sampler of this executor's logits."""
+        ...
 
     def layers_done(self) -> int:
         """Layers that have been run since the start, also while a step runs. Safe to call from any thread."""

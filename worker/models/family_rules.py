@@ -77,6 +77,7 @@ def derive_qwen(kind_of: Callable[[Any, int], bool]) -> Callable[[Any], None]:
 
 
 def derive_smollm3(config: Any) -> None:
+    """Layers without rotary embedding and layer types of SmolLM3, as transformers derives them."""
     if config.no_rope_layers is None:
         interval = config.no_rope_layer_interval
         config.no_rope_layers = [int((index + 1) % interval != 0) for index in range(config.num_hidden_layers)]
@@ -84,11 +85,13 @@ def derive_smollm3(config: Any) -> None:
 
 
 def derive_lfm2_moe(config: Any) -> None:
+    """Fields that LFM2 MoE's configuration leaves out or names otherwise."""
     config.hidden_act, config.head_dim = "silu", None
     config.tie_word_embeddings = config.tie_word_embeddings if config.tie_embedding is None else config.tie_embedding
 
 
 def derive_lfm2(config: Any) -> None:
+    """MLP width and layer types of LFM2, as transformers derives them."""
     derive_lfm2_moe(config)
     inner = config.intermediate_size if config.block_ff_dim is None else config.block_ff_dim
     if config.block_auto_adjust_ff_dim:
@@ -111,16 +114,19 @@ def has_window(config: Any, index: int) -> bool:
 
 
 def derive_ernie(config: Any) -> None:
+    """Replaces Ernie's end index -1 by the last layer's."""
     if config.moe_layer_end_index == -1:
         config.moe_layer_end_index = config.num_hidden_layers - 1
 
 
 def is_between(config: Any, index: int) -> bool:
+    """Whether a layer of Ernie 4.5 MoE is a mixture of experts."""
     is_within: bool = config.moe_layer_start_index <= index <= config.moe_layer_end_index
     return is_within and (index + 1) % config.moe_layer_interval == 0
 
 
 def llama4_scale(config: Any) -> QueryScale | None:
+    """Scale of queries that grows with the position (Ministral 3, as in Llama 4); None: there is none."""
     rope = config.rope_parameters
     beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
     return QueryScale(beta=float(beta), length=int(length)) if beta else None

@@ -172,6 +172,7 @@ class HfDeviceBackend:
         return self._sampler
 
     def warm_up_sampler(self, max_rows: int) -> None:
+        """Compiles the sampler's kernels for up to `max_rows` rows."""
         vocab_size = self._model.module.config.vocab_size
         self._sampler.warm_up(torch.zeros((max_rows, vocab_size), device=self._target.device))
 

@@ -73,6 +73,7 @@ class Linear(nn.Module):
         self.weight = PackedWeight.of(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., in_features] to [..., out_features], of x's dtype."""
         if self._kernel is None:
             assert isinstance(self.weight, Tensor)
             return F.linear(x, self.weight, self.bias)
@@ -114,6 +115,7 @@ class ColumnParallelLinear(nn.Module):
         self.gathers = gather_output and group.size > 1
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., inputs] to this rank's outputs; to all outputs if the layer gathers."""
         y: Tensor = self.linear(x)
         return self._group.all_gather(y) if self.gathers else y
 
@@ -145,6 +147,7 @@ class RowParallelLinear(nn.Module):
         self._first_input = group.rank * self.linear.in_features
 
     def forward(self, x: Tensor) -> Tensor:
+        """x with this rank's inputs to all outputs, summed over ranks in float32 in a fixed tree."""
         if self.splits:
             x = x.narrow(-1, self._first_input, self.linear.in_features)
         part: Tensor = self.linear(x)
@@ -194,6 +197,7 @@ class ScaledEmbedding(nn.Module):
         self.register_buffer("scale", scale)
 
     def forward(self, token_ids: Tensor) -> Tensor:
+        """Token ids [n] to vectors [n, hidden], multiplied by the scale."""
         vectors: Tensor = self.embedding(token_ids)
         return vectors * self.scale
 
@@ -244,6 +248,7 @@ class RowActivation(nn.Module):
         return type(module) in classes and not list(module.parameters())
 
     def forward(self, x: Tensor) -> Tensor:
+        """Activation of x [..., features] in whole vectors, so that a row's bits do not depend on its place."""
         padding = -x.shape[-1] % VECTOR
         if padding == 0:
             result: Tensor = self.activation(x)

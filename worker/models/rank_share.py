@@ -19,7 +19,7 @@ from holdfast.worker.models.quantized_activations import Kept
 from holdfast.worker.models.quantizing_tensors import PlainWeight
 from holdfast.worker.models.stated_tensors import StoredTensors, Weight
 
-_OFFSETS = {NormKind.RMS_PLUS_ONE: 1.0, NormKind.LAYER_PLUS_ONE: 1.0}
+_OFFSETS = {NormKind.RMS_PLUS_ONE: 1.0, NormKind.LAYER_PLUS_ONE: 1.0}  # added to the stored weight
 _EPS_WITHOUT_WEIGHTS = 1e-5
 """Written into the code of the one norm that has no weights (OLMo)."""
 

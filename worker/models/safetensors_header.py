@@ -8,7 +8,7 @@ from typing import Any, Final
 INDEX: Final = "model.safetensors.index.json"
 """The file that says in which of several files each tensor lies."""
 
-_MAX_HEADER: Final = 100 * 2**20
+_MAX_HEADER: Final = 100 * 2**20  # bytes, as in the safetensors library
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:

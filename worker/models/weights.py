@@ -34,7 +34,7 @@ from holdfast.worker.settings import DTYPE_SPELLINGS
 ATTENTION: Final = "holdfast_paged"
 """The name under which `model.py` registers the paged attention with transformers."""
 
-DUMMY_STD: Final = 0.02
+DUMMY_STD: Final = 0.02  # standard deviation, initializer_range of most Hugging Face models
 
 NO_OVERRIDES: Final[Mapping[str, Any]] = MappingProxyType({})
 

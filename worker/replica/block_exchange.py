@@ -35,7 +35,7 @@ FIRST_ASKED_S: Final = 2.0
 STILL_S: Final = 1.5
 """And for so long after it was asked last."""
 LOOK_S: Final = 0.1
-MAX_CHANNELS: Final = 32
+MAX_CHANNELS: Final = 32  # gRPC channels kept open
 MAX_LASTS_MS: Final = 60_000
 MAX_BLOCKS: Final = 1 << 17
 

@@ -19,7 +19,7 @@ from typing import Final
 from holdfast.worker.replica.hang_verdict import HangVerdict, look_every_s
 from holdfast.worker.replica.processes import ProcessId
 
-_MANY: Final = 4096
+_MANY: Final = 4096  # bytes
 
 
 def main() -> None:

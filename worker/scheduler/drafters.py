@@ -9,12 +9,12 @@ from typing import Final
 from holdfast.worker.scheduler.sequence import Sequence
 from holdfast.worker.step_plan import Drafting
 
-_START: Final = 0.5
+_START: Final = 0.5  # acceptance rate assumed at first
 _WEIGHT: Final = 0.3
 """Weight of the newest verification in the moving average."""
 
 _PROBE_TOKENS: Final = 2
-_FIRST_SLEEP: Final = 16
+_FIRST_SLEEP: Final = 16  # steps of the sequence
 _LONGEST_SLEEP: Final = 256
 """Longest pause in steps of the sequence."""
 

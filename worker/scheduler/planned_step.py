@@ -24,7 +24,7 @@ from holdfast.worker.scheduler.speculation import NO_DRAFTS, Drafter, Drafts
 from holdfast.worker.step_plan import BlockTables, DecodeColumns, DecodeRows, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.waiting_queue import Tenant
 
-_NEVER: Final = -1
+_NEVER: Final = -1  # equals no count of moves
 
 # At every step for every sequence, so C rather than comprehensions.
 _sequence: Final = itemgetter(0)

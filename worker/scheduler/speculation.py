@@ -75,7 +75,7 @@ class Proposer(Protocol):
         ...
 
 
-_LOOKUP_PAYS_FROM: Final = 0.15
+_LOOKUP_PAYS_FROM: Final = 0.15  # acceptance rate
 _MODEL_PAYS_FROM: Final = 0.3
 """Acceptance rate from which drafts pay: a wrong draft costs a row of the step, or also a draft-model pass."""
 

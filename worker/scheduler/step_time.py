@@ -17,9 +17,9 @@ _ANCHOR: Final = 0.1
 """Share of all samples' weight that holds a coefficient where it was, at every fit."""
 _NUM_FIRST_SAMPLES: Final = 16
 """First samples that are taken unchecked: only then is there a scale by which to call one an outlier."""
-_FIT_EVERY: Final = 8
-_MAX_DEVIATIONS: Final = 3.0
-_MIN_ERROR: Final = 0.02
+_FIT_EVERY: Final = 8  # steps
+_MAX_DEVIATIONS: Final = 3.0  # relative errors; a slower step is an outlier
+_MIN_ERROR: Final = 0.02  # relative
 _SPEED_CHANGE: Final = 0.12
 """Samples that differ by this share on average are of a machine that has changed its speed."""
 

@@ -76,6 +76,7 @@ class ReplicaRefusal(InvalidRequestError):
 
 
 def hello_message(hello: Hello) -> engine_pb2.LinkResponse:
+    """Protobuf message of `Hello`; times in ms."""
     facts = hello.facts
     message = engine_pb2.Hello(
         replica_id=facts.replica_id,
@@ -91,6 +92,7 @@ def hello_message(hello: Hello) -> engine_pb2.LinkResponse:
 
 
 def heartbeat_message(heartbeat: Heartbeat) -> engine_pb2.LinkResponse:
+    """Protobuf message of `Heartbeat`; times in seconds."""
     message = engine_pb2.Heartbeat(
         progress=heartbeat.progress, expected_gap_s=heartbeat.expected_gap_s, starved_s=heartbeat.starved_s
     )

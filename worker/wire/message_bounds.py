@@ -21,14 +21,14 @@ MAX_DEPTH: Final = 32
 """Most messages inside each other."""
 
 UNKNOWN: Final = "unknown fields"
-MAX_UNKNOWN: Final = 1024
+MAX_UNKNOWN: Final = 1024  # fields
 MAX_UNKNOWN_BYTES: Final = 2**20
 """Most bytes of fields that a newer client knows and this server does not."""
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _CONTINUES: Final = bytes(range(128, 256))
-_LONGEST_VARINT: Final = 10
-_LONGEST_TAG: Final = 5
+_LONGEST_VARINT: Final = 10  # bytes, protobuf's encoding
+_LONGEST_TAG: Final = 5  # bytes, protobuf's encoding
 
 _WIRE_TYPES: Final = {
     FieldDescriptor.TYPE_DOUBLE: _FIXED64,
@@ -74,7 +74,7 @@ class _Field:
 _Outer = tuple[int, dict[int, _Field], str]
 """Message around the one being read: its end, its fields, and its name."""
 
-_NO_LIMIT: Final = 2**63
+_NO_LIMIT: Final = 2**63  # above any count or size
 
 
 @dataclass(slots=True)

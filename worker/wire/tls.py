@@ -25,8 +25,8 @@ NOTICE_S: Final = 14 * DAY_S
 """Seconds before the expiry of a certificate from which warnings are logged."""
 
 _BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-_VERSION: Final = 0xA0
-_UTC_TIME: Final = 0x17
+_VERSION: Final = 0xA0  # DER tag, RFC 5280
+_UTC_TIME: Final = 0x17  # DER tag, X.690
 
 
 def first_expiry(pem: bytes) -> float:

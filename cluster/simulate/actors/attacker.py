@@ -40,7 +40,9 @@ class Attacker(Protocol):
 
     is_over: bool
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """Sends the first message."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -60,6 +62,7 @@ class CostlyCall:
     _retry_policy: RetryPolicy | None = None
 
     def begin(self) -> None:
+        """Sends the costly request to the first router."""
         self._retry_policy = RetryPolicy(
             num_routers=len(self.routers),
             connect_s=CONNECT_S,
@@ -73,6 +76,7 @@ class CostlyCall:
     # --- as an endpoint ---
 
     def receive(self, connection: Connection, message: Any) -> None:
+        """Notes progress, and tries again where the request failed."""
         match message:
             case Admitted():
                 self._policy.note_taken()
@@ -147,6 +151,7 @@ class ResetFlood:
     _num_sent: int = 0
 
     def begin(self) -> None:
+        """Opens a connection and resets streams on it."""
         path = self.network.path(SITE, self.router.site)
         self._send(Connection(self.network, path, (self, self.router), HOST))
 

@@ -79,10 +79,12 @@ class AuditedDispatchHost(DispatchHost):
         self.num_replicas_lost = 0
 
     def replica_update(self, replica_id: str, update: StepUpdate) -> None:
+        """Books a replica's update before the dispatcher has it."""
         self._books.note_update(update)
         super().replica_update(replica_id, update)
 
     def replica_down(self, replica_id: str, error: HoldfastError) -> None:
+        """Books a replica's loss before the dispatcher has it."""
         self.num_replicas_lost += 1
         self._books.note_lost(replica_id)
         super().replica_down(replica_id, error)

@@ -148,6 +148,7 @@ class SimulatedClient:
     # --- as an endpoint ---
 
     def receive(self, connection: Connection, message: Any) -> None:
+        """Takes a message of the router's. Raises Violation for one after the end."""
         if self.outcome is not None:
             raise Violation(f"{self}: {message} came after the end")
         match message:

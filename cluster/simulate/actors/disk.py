@@ -82,11 +82,17 @@ def is_whole(row: Row, digest: int) -> bool:
 class MovableRunner(Protocol):
     """A runner whose blocks can be copied elsewhere and back."""
 
-    def read_block(self, kind: bytes, place: int) -> Any: ...
+    def read_block(self, kind: bytes, place: int) -> Any:
+        """Content of the block at `place`."""
+        ...
 
-    def write_block(self, kind: bytes, place: int, content: Any) -> None: ...
+    def write_block(self, kind: bytes, place: int, content: Any) -> None:
+        """Replaces the content of the block at `place`."""
+        ...
 
-    def copy_states(self, copies: Sequence[StateCopy]) -> None: ...
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """Copies states between slots."""
+        ...
 
 
 class Owners:

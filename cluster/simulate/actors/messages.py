@@ -85,6 +85,7 @@ class Straggler:
     # --- as an endpoint ---
 
     def receive(self, connection: Connection, message: Any) -> None:
+        """Notes whether the older call of a resumed request was refused."""
         match message:
             case Fail():
                 self.was_turned_away = isinstance(message.error, RequestSupersededError)

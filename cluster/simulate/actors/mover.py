@@ -101,6 +101,7 @@ class SimulatedMover:
         self._outgoing[sendings.begin(found, self.now(), 1.0, waits=waits)] = incoming
 
     def pins(self) -> list[PinnedPrefix]:
+        """Prefixes pinned now."""
         assert self.tier is not None, "it was looked at"
         return self.tier.takeover.held(self.now())
 

@@ -179,6 +179,7 @@ class SimulatedReplica(Process):
     # --- messages: as in `worker/replica/link_server.py`, all but the greeting goes through the engine's inbox ---
 
     def on_message(self, connection: Connection, message: Any) -> None:
+        """Acts on a router's message."""
         match message:
             case DialReplica():
                 self._greet(connection)

@@ -131,12 +131,14 @@ class SimulatedRouter(Process):
             self._dial(replica, Backoff(max_pause_s=self._config.max_reconnect_s))
 
     def on_message(self, connection: Connection, message: Any) -> None:
+        """Acts on a message of a replica's or a client's."""
         if connection in self._links:
             self._handle(self._links[connection], message)
         elif isinstance(message, Generate):
             self._open_at_once(connection, message)
 
     def receive(self, connection: Connection, message: Any) -> None:
+        """Passes clients' messages through the simulated APIs, where there are some."""
         if self.is_up and self._apis is not None and isinstance(message, Generate | Resets):
             self.connections.setdefault(connection)
             self._apis.arrives(connection, message)

@@ -33,7 +33,7 @@ CUT_S: Final = 1e-3
 """Until a connection that is to be cut off has been found and closed."""
 HANDED_OVER: Final = 5
 """Calls that are reset, and that gRPC hands to the loop in one turn: ten floods held a loop for 5 ms at most."""
-MOST_PEERS: Final = 2**14
+MOST_PEERS: Final = 2**14  # addresses
 END_SEEN_S: Final = 0.002
 """Seconds from the end of a process, which closes its connections, until other processes of its machine see it."""
 
@@ -159,6 +159,7 @@ class RouterApis:
         self._settings.journals.end(self._name)
 
     def check_integrity(self) -> None:
+        """Asserts that the ledger's leases are those of open calls."""
         self.ledger.check_integrity()
         assert self.ledger.num_leases == len(self._arrived), "a call has ended, and its lease goes on"
 

@@ -31,7 +31,9 @@ _END: Final = _End.END
 class Endpoint(Protocol):
     """One side of a connection."""
 
-    def receive(self, connection: "Connection", message: Any) -> None: ...
+    def receive(self, connection: "Connection", message: Any) -> None:
+        """Takes a message that has arrived on `connection`."""
+        ...
 
     def closed(self, connection: "Connection") -> None:
         """The connection is over; called once, and not on the side that closed it."""

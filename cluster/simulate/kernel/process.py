@@ -128,6 +128,7 @@ class Process:
     # --- what the world does to it ---
 
     def start(self) -> None:
+        """Starts a new life of this process."""
         assert not self.is_up, f"{self} is up already"
         self.is_up, self.is_frozen = True, False
         self.num_lives += 1
@@ -169,6 +170,7 @@ class Process:
     # --- as an endpoint ---
 
     def receive(self, connection: Connection, message: Any) -> None:
+        """Queues the message on the process' event loop; a process that is down refuses the connection."""
         if self.is_up:
             self.connections.setdefault(connection)
             self.loop.call(partial(self._cost_s, connection, message), self.on_message, connection, message)
@@ -182,6 +184,7 @@ class Process:
             self._do(self.on_closed, connection)
 
     def hang_up(self, connection: Connection) -> None:
+        """Closes a connection."""
         self.connections.pop(connection, None)
         connection.close(self)
 

@@ -15,7 +15,7 @@ from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.draws import DrawParams, LogitsSettings, banned_token_ids
 from holdfast.worker.request import TokenLogprob
 
-EOS_TOKEN_ID: Final = 0
+EOS_TOKEN_ID: Final = 0  # end of sequence
 _LETTERS: Final = "abcdefgh"
 _PIECES: Final = (
     b"</s>",
@@ -65,6 +65,7 @@ class PseudoCodec:
         return [_PIECES.index(character.encode()) for character in text]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Text of token ids; invalid UTF-8 is replaced."""
         skipped = self.special_token_ids if skip_special_tokens else ()
         pieces = [_PIECES[token_id] for token_id in token_ids if token_id not in skipped]
         return b"".join(pieces).decode("utf-8", "replace")

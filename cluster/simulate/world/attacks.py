@@ -127,7 +127,7 @@ MAX_DECODING_S: Final = 0.15
 """Most seconds of a router's interpreter for one message: a million token ids, or half a megabyte of text."""
 MAX_PAUSE_S: Final = 0.1
 """99 of 100 step updates that come during an attack wait for their router no longer."""
-PERCENTILE: Final = 0.99
+PERCENTILE: Final = 0.99  # quantile of the pauses
 
 
 def most_ended(attack: Attack, num_routers: int) -> int:

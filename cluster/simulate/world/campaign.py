@@ -58,7 +58,7 @@ def _outcomes(seeds: Iterable[int], jobs: int, simulate: Callable[[int], Outcome
             pool.shutdown(cancel_futures=True)
 
 
-_MAX_WIDTH: Final = 160
+_MAX_WIDTH: Final = 160  # characters of a line
 
 
 def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:

@@ -189,7 +189,7 @@ def _with_window(rng: random.Random, shape: ReplicaShape) -> ReplicaShape:
     return replace(shape, scheduler=scheduler, window=window, max_model_len=length, num_blocks=num_blocks)
 
 
-EVENTS_PER_DEEP_CHECK: Final = 400
+EVENTS_PER_DEEP_CHECK: Final = 400  # simulated events
 
 
 class Checks:
@@ -201,6 +201,7 @@ class Checks:
         self._num_events = 0
 
     def after_event(self) -> None:
+        """Checks the limits of queues, and now and then everything. Raises Violation."""
         for replica in self._replicas:
             if replica.is_up and replica.core.load.num_waiting > replica.max_num_waiting:
                 raise Violation(

@@ -75,6 +75,7 @@ class InferenceServicer:
     async def Generate(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
+        """The whole output in one response. Errors end the call with the status of `wire/statuses.py`."""
         request = await self._request(message, context)
         if request.resume is not None:
             raise InvalidRequestError("resume", "set", "is for GenerateStream; Generate answers with the whole output")

@@ -61,6 +61,7 @@ class HealthServicer:
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(self, request: health_pb2.HealthListRequest, context: Context) -> health_pb2.HealthListResponse:
+        """Health of every service of this server."""
         statuses = {name: health_pb2.HealthCheckResponse(status=self._status(name)) for name in self._serving}
         return health_pb2.HealthListResponse(statuses=statuses)
 

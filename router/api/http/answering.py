@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 
 REQUEST_ID: Final = "x-request-id"
-_LONGEST_HEADER: Final = 128
+_LONGEST_HEADER: Final = 128  # characters
 
 
 def answering(endpoint: Endpoint, shape: Shape) -> Callable[[Request], Awaitable[Any]]:

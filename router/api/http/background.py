@@ -33,7 +33,7 @@ STORE_EVERY_S: Final = 0.25
 """Seconds between writes of a stream: that much is computed again after a loss, with the same tokens."""
 
 CLAIM_EVERY_S: Final = 1.0
-_CLAIMED_AT_A_TIME: Final = 8
+_CLAIMED_AT_A_TIME: Final = 8  # jobs
 _BEGIN: Final = b": stored events\n\n"
 """A comment: there may be no event at all."""
 _NUMBER: Final = re.compile(rb'data: \{"type": "[^"]*", "sequence_number": (\d+)')

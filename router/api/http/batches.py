@@ -39,11 +39,11 @@ MAX_ERRORS: Final = 100
 """Most errors that are listed for a file."""
 
 _OF_BODY: Final = ("input_file_id", "completion_window", "metadata", "output_expires_after")
-_MAX_CUSTOM_ID: Final = 512
+_MAX_CUSTOM_ID: Final = 512  # characters
 _WINDOW: Final = re.compile(r"([1-9][0-9]{0,4})([mhd])")
 _WINDOW_UNITS: Final = {"m": 60, "h": 3600, "d": 86400}
 _LONGEST_WINDOW_S: Final = 30 * 86400
-_ADDED_AT_A_TIME: Final = 500
+_ADDED_AT_A_TIME: Final = 500  # jobs
 _ADDED_BYTES: Final = 2**20
 _ROOM: Final = 2**12
 """Bytes of a line beside its request."""

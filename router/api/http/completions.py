@@ -28,7 +28,7 @@ from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import TokenLogprob
 
-MAX_PROMPTS: Final = 1024
+MAX_PROMPTS: Final = 1024  # of one request
 
 
 def completion_requests(body: CompletionBody, tenant: str = "") -> list[GenerationRequest]:

@@ -33,9 +33,9 @@ EXPIRY_S: Final = (3600, 30 * 86400)
 _MAX_FIELD_BYTES: Final = 4096
 """Most bytes of each field beside the file."""
 
-_MAX_FIELDS: Final = 16
-_MAX_NAME: Final = 512
-_MOST_LISTED: Final = 10_000
+_MAX_FIELDS: Final = 16  # of a multipart body
+_MAX_NAME: Final = 512  # characters
+_MOST_LISTED: Final = 10_000  # files, as in OpenAI's API
 
 
 class FileEndpoints:

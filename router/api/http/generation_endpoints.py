@@ -55,6 +55,7 @@ class GenerationEndpoints:
         self._chats = chats
 
     async def chat_completions(self, request: Request) -> ASGIApp:
+        """POST /v1/chat/completions, streamed or whole."""
         submission, content = await self._reader.submission(request)
         body, bare = await self._reader.decoded(content, ChatBody, partial(chat_request, tenant=tenant_of(request)))
         save = self._chats.save(request, body)
@@ -86,6 +87,7 @@ class GenerationEndpoints:
         return self._requests.tokenizer(self._requests.model(generation.model).name).tokens
 
     async def prompt_text(self, generation: GenerationRequest) -> str:
+        """Chat's messages as the model's template writes them."""
         assert generation.chat is not None, "a chat's request has one"
         return await self._requests.render(generation.model, generation.chat)
 
@@ -98,6 +100,7 @@ class GenerationEndpoints:
         return replace(generation, prompt=token_ids)
 
     async def completions(self, request: Request) -> ASGIApp:
+        """POST /v1/completions: one prompt or several, streamed or whole."""
         submission, content = await self._reader.submission(request)
         body, bare = await self._reader.decoded(
             content, CompletionBody, partial(completion_requests, tenant=tenant_of(request))
@@ -143,6 +146,7 @@ class GenerationEndpoints:
                 yield event
 
     async def messages(self, request: Request) -> ASGIApp:
+        """POST /v1/messages, Anthropic's API."""
         submission, content = await self._reader.submission(request)
         tenant = tenant_of(request)
         body, bare = await self._reader.decoded(content, MessagesBody, lambda one: message_request(one, tenant))
@@ -183,6 +187,7 @@ class GenerationEndpoints:
         encoder_of: Callable[[SampledAnswer], Encoder],
         shape: Shape = OPENAI,
     ) -> ASGIApp:
+        """Server-sent events of one generation; 204 if the client has had the whole stream already."""
         if submission.comes_again:
             submission, (generation,) = await unless_gone(request, self._redone(submission, [generation]))
         if submission.is_over:

@@ -29,7 +29,7 @@ from holdfast.worker.errors import InvalidRequestError, NotFoundError
 PATH: Final = "/v1/messages/batches"
 MESSAGES: Final = "/v1/messages"
 _ONE: Final = f"{PATH}/{{message_batch_id}}"
-_MAX_CUSTOM_ID: Final = 64
+_MAX_CUSTOM_ID: Final = 64  # characters, as in Anthropic's API
 _WINDOW_S: Final = 86_400
 _NOT_IN_BATCHES: Final = ("stream", "request_id")
 

@@ -55,7 +55,7 @@ def _content(name: str) -> bytes:
     return (FOLDER / name).read_bytes()
 
 
-MAX_SHOWN_SESSIONS: Final = 50
+MAX_SHOWN_SESSIONS: Final = 50  # rows of the page's table
 
 
 def cluster_view(

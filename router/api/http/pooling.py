@@ -227,6 +227,7 @@ class PoolingEndpoints:
         return json_response({**_head("classify"), "model": _model(prompts), "data": data, "usage": _usage(prompts)})
 
     async def score(self, request: Request) -> ASGIApp:
+        """POST /score: one score for each pair of texts."""
         body, bare = await self._body(request, ScoreBody, lambda one: one.bare(tenant_of(request)))
         queries, documents = body.texts()
         _expect(len(queries) + len(documents))

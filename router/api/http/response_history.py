@@ -56,6 +56,7 @@ class ResponseHistory:
         return caller.tenant
 
     def note_failure(self, error: StoreError) -> None:
+        """Counts a failure of the store, and keeps its text for /health."""
         self.num_failures += 1
         self._last_failure = str(error)
 

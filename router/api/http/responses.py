@@ -31,6 +31,7 @@ class RawMessages:
         self._token_ids: list[int] = []
 
     def push(self, delta: OutputDelta) -> None:
+        """Appends a delta's text and token ids."""
         self._text += delta.text
         self._token_ids += delta.token_ids
 

@@ -102,6 +102,7 @@ class ResponsesBody(Reads, Notes):
 
     @property
     def conversation_id(self) -> str | None:
+        """Id of the conversation, which the body gives as text or as an object."""
         given = self.conversation
         return given["id"] if isinstance(given, dict) else given
 

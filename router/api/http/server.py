@@ -218,7 +218,7 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
         timer.cancel()
 
 
-BACKLOG = 2048
+BACKLOG = 2048  # connections, uvicorn's default
 KEEP_ALIVE_S = 75
 TICK_S = 1.0
 """The resolution of the Date header."""
@@ -261,6 +261,7 @@ class HttpServer:
 
     @property
     def port(self) -> int:
+        """TCP port that the server listens on."""
         port: int = self._socket.getsockname()[1]
         return port
 

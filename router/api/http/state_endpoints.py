@@ -178,6 +178,7 @@ class TokenEndpoints:
         self._reader = reader
 
     async def tokenize(self, request: Request) -> ASGIApp:
+        """POST /tokenize: token ids of a prompt or a chat."""
         body, _ = await self._reader.decoded(await self._reader.content(request), TokenizeBody, _same)
         model = self._requests.model(body.model or "")
         if (body.prompt is None) == (body.messages is None):
@@ -205,12 +206,14 @@ class TokenEndpoints:
         return json_response(answer)
 
     async def detokenize(self, request: Request) -> ASGIApp:
+        """POST /detokenize: text of token ids."""
         body, _ = await self._reader.decoded(await self._reader.content(request), DetokenizeBody, _same)
         with naming(body.names):
             text = await self._requests.detokenize(body.model or "", body.tokens)
         return json_response({"prompt": text})
 
     async def count_tokens(self, request: Request) -> ASGIApp:
+        """POST /v1/messages/count_tokens, Anthropic's API."""
         tenant, content = tenant_of(request), await self._reader.content(request)
         body, bare = await self._reader.decoded(content, CountBody, lambda one: message_request(one, tenant))
         plan = await self._reader.plan(bare, body.shape_field)

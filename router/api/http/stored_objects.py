@@ -10,9 +10,9 @@ from holdfast.worker.errors import InvalidRequestError, NotFoundError
 
 SETTING: Final = "this server stores nothing; start it with --store FOLDER"
 
-_MAX_METADATA: Final = 16
-_MAX_KEY: Final = 64
-_MAX_VALUE: Final = 512
+_MAX_METADATA: Final = 16  # pairs, as in OpenAI's API
+_MAX_KEY: Final = 64  # characters, as in OpenAI's API
+_MAX_VALUE: Final = 512  # characters, as in OpenAI's API
 
 
 def id_of(request: Request, parameter: str, kind: str) -> str:

@@ -14,7 +14,7 @@ from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 
-_MAX_CONTEXT: Final = 6
+_MAX_CONTEXT: Final = 6  # tokens
 
 
 class TextOffsets:

@@ -150,6 +150,7 @@ class InferenceProtocolServicer:
     async def ModelStatistics(
         self, message: grpc_service_pb2.ModelStatisticsRequest, context: Context
     ) -> grpc_service_pb2.ModelStatisticsResponse:
+        """Inference counts and steps of one model, or of all where the message names none."""
         models = [self._model(message.name, message.version)] if message.name else self._request_processor.models()
         num_steps = dict.fromkeys((model.name for model in models), 0)
         for load in self._dispatch_host.dispatch.loads():

@@ -140,6 +140,7 @@ class VllmEngineServicer:
     async def Generate(
         self, message: pb.GenerateRequest, context: Context
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Streams vLLM's chunks, or one `complete` message where the client asks for no stream."""
         self._last_request_at = time.time()
         made = partial(generation_request, message, given_request_id(context))
         request = await self._decode_worker.run(message.ByteSize(), made)

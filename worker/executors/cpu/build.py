@@ -137,6 +137,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def main() -> None:
+    """Parses the command line and compiles the libraries."""
     parser = argparse.ArgumentParser(description="Compiles the native executor's libraries.")
     parser.add_argument("folder", type=Path)
     parser.add_argument(

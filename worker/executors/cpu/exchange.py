@@ -28,7 +28,7 @@ from holdfast.worker.executors.state_layers import Mamba2
 
 logger = logging.getLogger(__name__)
 
-_NO_FILE: Final = -1
+_NO_FILE: Final = -1  # the leader could not make shared memory
 _TOKEN_BYTES: Final = 16
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE: Final = Path("/proc/self/ns/pid")

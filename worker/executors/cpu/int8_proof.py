@@ -22,7 +22,7 @@ INT8_NUMERICS: Final = "kv-int8-1"
 """Names the format and its roundings. A change that changes any bit of any output takes the next number."""
 
 _TOKENS, _BLOCK = 70, 16
-_SCALING: Final = 0.02
+_SCALING: Final = 0.02  # of the products of queries and keys
 
 
 def int8_difference(specs: Sequence[KVSpec], dtype: torch.dtype, library: CDLL) -> str | None:
@@ -95,7 +95,7 @@ def _batch(num_blocks: int) -> StepBatch:
     )
 
 
-LARGEST_CODE: Final = 127
+LARGEST_CODE: Final = 127  # of int8, symmetric
 LARGEST_SCALE: Final = 65504.0
 """Largest float16."""
 

@@ -183,7 +183,7 @@ def _declare(library: CDLL, name: str, result: type | None, *arguments: type) ->
 
 OUT_OF_MEMORY: Final = -4
 """`kNoMemory` (`native/pool.h`)."""
-_FORKED: Final = -1
+_FORKED: Final = -1  # return code of decoder.h: the process was forked
 
 
 def check_outcome(outcome: int, work: str) -> None:

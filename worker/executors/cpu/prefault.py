@@ -15,13 +15,13 @@ from holdfast.worker.distributed.step_batch import IntArray
 from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
 from holdfast.worker.executors.mapped_files import discard
 
-LARGE_PAGE: Final = 2 << 20
+LARGE_PAGE: Final = 2 << 20  # bytes of a huge page of x86-64
 AHEAD_BYTES: Final = 4 * LARGE_PAGE
 """Bytes of each layer that have their memory beyond the last block that a step has used, unless all of it is wanted."""
 QUIET_S: Final = 0.02
 """A pause of steps that is longer than those between the steps of a burst."""
 
-_MADV_POPULATE_WRITE: Final = 23
+_MADV_POPULATE_WRITE: Final = 23  # <linux/mman.h>
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,16 +32,16 @@ from holdfast.worker.executors.mapped_files import MappedFiles
 
 logger = logging.getLogger(__name__)
 
-LARGE_PAGE: Final = 2 << 20
+LARGE_PAGE: Final = 2 << 20  # bytes of a huge page of x86-64
 WAIT_S: Final = 60.0
 """Seconds to wait for another process that packs the same weights. After that this one packs its own."""
 
 _LOOK_EVERY_S: Final = 0.02
 _PREFIX: Final = "holdfast-weights-"
 _SEALS: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_MAP_FIXED: Final = 0x10
-_MADV_HUGEPAGE: Final = 14
-_MADV_COLLAPSE: Final = 25
+_MAP_FIXED: Final = 0x10  # <linux/mman.h>
+_MADV_HUGEPAGE: Final = 14  # <linux/mman.h>
+_MADV_COLLAPSE: Final = 25  # <linux/mman.h>, Linux 6.1
 
 
 class SharedArena(Arena):

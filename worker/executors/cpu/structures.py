@@ -10,14 +10,20 @@ KEPT_AS_INT8: Final = 1
 
 
 class NativeUnits(Structure):
+    """Layout of a quantized weight's units: bits per code, kind of offset, dtype of scales."""
+
     _fields_ = (("bits", c_int), ("offset", c_int), ("scales", c_int), ("before", c_int))
 
 
 class NativePanel(Structure):
+    """Address and layout of one panel of quantized units."""
+
     _fields_ = (("first", c_void_p), ("units", NativeUnits))
 
 
 class NativeLinear(Structure):
+    """A linear layer's packed weight: tiles or panels, a bias, and slices of its inputs."""
+
     _fields_ = (
         ("tiles", c_void_p),
         ("bias", c_void_p),
@@ -33,22 +39,32 @@ class NativeLinear(Structure):
 
 
 class NativeSpan(Structure):
+    """Ranks of a LoRA adapter that 16 outputs of a linear have weights of, and where they lie in `b`."""
+
     _fields_ = (("first", c_int), ("end", c_int), ("place", c_long))
 
 
 class NativeAdapted(Structure):
+    """One linear's LoRA matrices A and B, and a scale for each rank."""
+
     _fields_ = (("a", c_void_p), ("b", c_void_p), ("scales", c_void_p), ("spans", c_void_p), ("ranks", c_int))
 
 
 class NativeAdapter(Structure):
+    """A LoRA adapter: one `NativeAdapted` for each linear that adapters may change."""
+
     _fields_ = (("linears", c_void_p),)
 
 
 class NativeNorm(Structure):
+    """RMSNorm or LayerNorm."""
+
     _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("is_layer_norm", c_int))
 
 
 class NativeMlp(Structure):
+    """An MLP, with or without a gate."""
+
     _fields_ = (
         ("up", NativeLinear),
         ("down", NativeLinear),
@@ -60,6 +76,8 @@ class NativeMlp(Structure):
 
 
 class NativeExperts(Structure):
+    """A mixture of experts: router, experts, shared experts and the rule that chooses."""
+
     _fields_ = (
         ("router", NativeLinear),
         ("experts", POINTER(NativeMlp)),
@@ -79,6 +97,8 @@ class NativeExperts(Structure):
 
 
 class NativeBeside(Structure):
+    """Norms of a layer that adds a mixture of experts to an MLP."""
+
     _fields_ = (
         ("norm", NativeNorm),
         ("router_norm", NativeNorm),
@@ -88,6 +108,8 @@ class NativeBeside(Structure):
 
 
 class NativeRotary(Structure):
+    """A rotary embedding: inverse frequencies and the table of cosines and sines filled so far."""
+
     _fields_ = (
         ("inverse_frequencies", c_void_p),
         ("table", c_void_p),
@@ -99,6 +121,8 @@ class NativeRotary(Structure):
 
 
 class NativeShortConv(Structure):
+    """A short convolution in place of attention (LFM2)."""
+
     _fields_ = (
         ("inputs", NativeLinear),
         ("kernel", c_void_p),
@@ -110,6 +134,8 @@ class NativeShortConv(Structure):
 
 
 class NativeRecurrence(Structure):
+    """A recurrence in place of attention or beside it: Gated DeltaNet or Mamba2."""
+
     _fields_ = (
         ("inputs", NativeLinear),
         ("kernel", c_void_p),
@@ -137,6 +163,8 @@ class NativeRecurrence(Structure):
 
 
 class NativeLatent(Structure):
+    """Multi-head latent attention (DeepSeek), apart from `qkv` and `output`."""
+
     _fields_ = (
         ("queries", NativeLinear),
         ("absorb", NativeLinear),
@@ -152,10 +180,14 @@ class NativeLatent(Structure):
 
 
 class NativeLayerInput(Structure):
+    """A layer's gate and projection of its own input per token (Gemma 3n's per-layer embeddings)."""
+
     _fields_ = (("gate", NativeLinear), ("projection", NativeLinear), ("norm", NativeNorm), ("activation", c_int))
 
 
 class NativeTokenInputs(Structure):
+    """Table and projection that the layers' own inputs are computed from."""
+
     _fields_ = (
         ("table", c_void_p),
         ("context", NativeLinear),
@@ -168,6 +200,8 @@ class NativeTokenInputs(Structure):
 
 
 class NativeLayer(Structure):
+    """One layer: norms, attention or state, MLP or experts, and the addresses of its cache."""
+
     _fields_ = (
         ("attention_norm", NativeNorm),
         ("attention_out_norm", NativeNorm),
@@ -213,6 +247,8 @@ class NativeLayer(Structure):
 
 
 class NativeAttention(Structure):
+    """Attention over the paged cache for Hugging Face's modules, which compute queries, keys and values themselves."""
+
     _fields_ = (
         ("pages", c_void_p),
         ("softcap", c_float),
@@ -226,6 +262,8 @@ class NativeAttention(Structure):
 
 
 class NativeAttentionRows(Structure):
+    """Queries, keys, values and output of one step of `NativeAttention`: [token][head][dimension]."""
+
     _fields_ = (
         ("queries", c_void_p),
         ("keys", c_void_p),
@@ -243,6 +281,8 @@ class NativeAttentionRows(Structure):
 
 
 class NativeExchange(Structure):
+    """Memory that all ranks of a replica share, and the processes that map it."""
+
     _fields_ = (
         ("memory", c_void_p),
         ("processes", POINTER(c_int)),
@@ -253,6 +293,8 @@ class NativeExchange(Structure):
 
 
 class NativeModel(Structure):
+    """This rank's share of a model: layers, embedding rows, head, and constants."""
+
     _fields_ = (
         ("layers", POINTER(NativeLayer)),
         ("rotaries", POINTER(NativeRotary)),
@@ -279,6 +321,8 @@ class NativeModel(Structure):
 
 
 class NativeStep(Structure):
+    """Inputs and outputs of one step: a batch of sequences with their tokens, block tables and wanted logits."""
+
     _fields_ = (
         ("token_ids", c_void_p),
         ("first_positions", c_void_p),
@@ -310,6 +354,8 @@ class NativeStep(Structure):
 
 
 class NativeEdits(Structure):
+    """Edits of one row of logits before the draw: mask, bans, biases, penalties."""
+
     _fields_ = (
         ("mask", c_void_p),
         ("allowed", c_void_p),
@@ -333,10 +379,14 @@ _TYPES: dict[str, Any] = {"q": c_long, "d": c_double, "f": c_float, "i": c_int}
 
 
 class NativeDraw(Structure):
+    """Sampling parameters of one draw, in the order of `DRAW_TYPES`."""
+
     _fields_ = tuple((name, _TYPES[letter]) for name, letter in DRAW_TYPES.items())
 
 
 class NativeDrawn(Structure):
+    """Result of one draw: token id, its rank and log-probability, and the number of top log-probabilities."""
+
     _fields_ = (("token", c_int), ("rank", c_int), ("logprob", c_float), ("num_top", c_int))
 
 

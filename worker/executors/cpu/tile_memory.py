@@ -20,7 +20,7 @@ from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.mapped_files import MappedFiles, discard_contents, span
 
 CHUNK_BYTES: Final = 64 << 20
-CACHE_LINE: Final = 64
+CACHE_LINE: Final = 64  # bytes
 
 
 class Arena:
@@ -71,7 +71,7 @@ COMPACT_CLASSES: Final = frozenset({"avx512bf16", "avx512"})
 PANEL: Final = 32
 """Outputs of a panel: the least that is compact by itself."""
 
-_TILE_OUTPUTS: Final = 16
+_TILE_OUTPUTS: Final = 16  # outputs of a tile
 _PLACE_OF_MARK, _KEPT_AS_TILES = 16, 0xFFFF
 
 

@@ -9,7 +9,7 @@ from holdfast.worker.executors.cpu.library import load_library
 from holdfast.worker.executors.cpu.part_packing import DTYPES
 from holdfast.worker.executors.stored_matrix import AT_ONCE, for_all
 
-CODES_OF_WORD: Final = 8
+CODES_OF_WORD: Final = 8  # 4-bit codes in 32 bits
 
 _MOST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The largest magnitude of a code."""

@@ -36,8 +36,8 @@ TOLD_WORDS: Final[int] = reports.HEAD.value
 _CHUNK: Final[int] = rows.CHUNK.value
 _CHUNK_BLOCKS: Final[int] = rows.CHUNK_BLOCKS.value
 _SPACE: Final[int] = draws.SPACE_BLOCKS.value * draws.LANES.value
-_CHUNK_WARPS: Final = 4
-_ROW_WARPS: Final = 8
+_CHUNK_WARPS: Final = 4  # warps of a program for a part of a row
+_ROW_WARPS: Final = 8  # warps of a program for a whole row
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def _power(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-_BLOCK: Final = 256
+_BLOCK: Final = 256  # rows of a program
 
 
 class DrawnTokens:

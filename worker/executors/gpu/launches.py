@@ -25,8 +25,8 @@ _FULL_DEVICE: Final = 256
 MOST_OUTSIDE: Final = 4096
 """Programs of splits, which bounds the memory for their sums."""
 
-_ACTIVATION_BLOCK: Final = 1024
-_SUM_BLOCK: Final = 1024
+_ACTIVATION_BLOCK: Final = 1024  # values of a program
+_SUM_BLOCK: Final = 1024  # values of a program
 
 
 class Launch(Protocol):

@@ -33,7 +33,7 @@ _HALF_TILES: Final = (
     LinearTile(128, 128, 64, 8, 3),
 )
 _FOUR_BITS_TILE: Final = LinearTile(64, 16, WIDEST_TILE, 4, 3)
-_INPUTS_BY_TABLE: Final = 64
+_INPUTS_BY_TABLE: Final = 64  # inputs of a tile whose codes are looked up in a table
 _FLOAT_TILES: Final = (LinearTile(64, 16, 32, 4, 2), LinearTile(64, 64, 32, 4, 2))
 
 

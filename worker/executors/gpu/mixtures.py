@@ -24,7 +24,7 @@ from holdfast.worker.executors.gpu.weights import MOST_EXPERTS, DeviceMixture
 from holdfast.worker.executors.layout import Mlp
 
 _SCORINGS: Final = ("softmax", "softmax_of_top", "sigmoid")
-_FEWEST_BINS: Final = 16
+_FEWEST_BINS: Final = 16  # bins of the histogram over experts
 _CHOICES: Final = 1024
 """Choices that a program of `group_rows` takes at a time."""
 _TILE_COLUMNS: Final = 256

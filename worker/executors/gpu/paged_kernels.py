@@ -29,7 +29,7 @@ from holdfast.worker.executors.layout import Attention
 from holdfast.worker.executors.linears import Linear
 from holdfast.worker.model_info import TILE_TOKENS
 
-MAX_HEAD_DIM: Final = 256
+MAX_HEAD_DIM: Final = 256  # dimensions
 MAX_GROUP: Final = 64
 """Query heads of one KV head."""
 

@@ -16,7 +16,7 @@ from holdfast.worker.executors.gpu.kernels.ranks import PROGRAMS
 
 HANDLE_BYTES: Final = 64
 
-_LAZY_PEER_ACCESS: Final = 1
+_LAZY_PEER_ACCESS: Final = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS of cuda.h
 _P2P_READ, _P2P_WRITE, _P2P_ATOMICS = 0, 1, 3
 _NEEDED: Final = {"reads": _P2P_READ, "writes": _P2P_WRITE, "atomic operations": _P2P_ATOMICS}
 
@@ -92,7 +92,11 @@ _DIGEST_BYTES: Final = 32
 class Driver(Protocol):
     """Interface of a driver, as `CudaDriver` implements it."""
 
-    def offer(self, address: int) -> tuple[bytes, int]: ...
+    def offer(self, address: int) -> tuple[bytes, int]:
+        """IPC handle of the allocation that holds `address`, and the offset of `address` in it, in bytes. Raises
+        OSError.
+        """
+        ...
 
     def open(self, handle: bytes) -> int: ...
 

@@ -23,8 +23,8 @@ POLL_S: Final = 0.5e-6
 WORDS: Final[int] = ranks.WORDS.value
 PROGRAMS: Final[int] = ranks.PROGRAMS.value
 FLAGS: Final[int] = ranks.FLAGS.value
-_WARPS: Final = 4
-_GAVE_UP: Final = -1
+_WARPS: Final = 4  # of a program
+_GAVE_UP: Final = -1  # in place of the lost rank
 
 SCATTERED: Final = {4: 384 << 10, 8: 128 << 10}
 """Values, by the number of ranks, of which a second wait of some 5 us costs less than what it spares of 450 GB/s. Two

@@ -17,7 +17,7 @@ from holdfast.worker.executors.gpu.launches import SPLIT_KEYS, AttentionTiles, S
 
 Int32Array = NDArray[np.int32]
 
-NARROW: Final = 16
+NARROW: Final = 16  # the fewest that tl.dot takes
 WIDE: Final = 32
 """Columns of a query tile: for decoding and verification, and for chunks of prompts."""
 

@@ -24,7 +24,7 @@ from holdfast.worker.executors.layout import (
 from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 
-MOST_EXPERTS: Final = 1024
+MOST_EXPERTS: Final = 1024  # experts of one layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

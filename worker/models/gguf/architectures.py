@@ -103,7 +103,7 @@ def _gemma2(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-_ROTARY_OF_WINDOWS: Final = 10_000.0
+_ROTARY_OF_WINDOWS: Final = 10_000.0  # rope_theta of Gemma 3's sliding layers
 _GEMMA3_PERIOD: Final = 6
 """Every so many layers one attends to all tokens."""
 

@@ -20,8 +20,8 @@ from holdfast.worker.models.gguf.block_names import READ_KINDS
 FETCH: Final = "fetch it again"
 
 _MAGIC: Final = b"GGUF"
-_VERSIONS: Final = (2, 3)
-_MOST_DIMS: Final = 4
+_VERSIONS: Final = (2, 3)  # of the GGUF format
+_MOST_DIMS: Final = 4  # GGML_MAX_DIMS of ggml
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _ALIGNED: Final = 4
 """Bytes that tensors begin at a multiple of: floats are read where they lie."""
@@ -100,6 +100,7 @@ def parts_of(path: Path, given: str) -> tuple[Path, ...]:
 
 
 def refused(given: str, path: Path, what: str) -> ConfigurationError:
+    """Error about a GGUF file: `what` says what is wrong with the file."""
     shown = what if len(what) <= _LONGEST else f"{what[:_LONGEST]}..."  # names are as long as a file has them
     return ConfigurationError(f"{given}: {path.name} {shown}; {FETCH}")
 

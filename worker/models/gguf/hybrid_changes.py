@@ -84,5 +84,6 @@ def rates_and_times(tensor: NamedTensor, config: Mapping[str, Any]) -> list[Name
 
 
 def behind_keys(config: Mapping[str, Any]) -> tuple[int, int]:
+    """First row behind queries and keys in Gated DeltaNet's stacked projection, and rows of one value head."""
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
     return 2 * keys, config["linear_value_head_dim"]

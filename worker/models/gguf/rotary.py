@@ -14,12 +14,12 @@ from holdfast.worker.models.gguf.understanding import Metadata, NotUnderstood
 
 _FACTORS: Final = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-_ORIGINAL_LENGTHS: Final = (8192, 4096, 2048, 16384, 32768)
+_ORIGINAL_LENGTHS: Final = (8192, 4096, 2048, 16384, 32768)  # tokens
 _LOW, _HIGH = 1.0, 4.0
 """Factors of all of Llama 3's models."""
 
-_CLOSE: Final = 1e-4
-_DEFAULT_THETA: Final = 10_000.0
+_CLOSE: Final = 1e-4  # relative tolerance
+_DEFAULT_THETA: Final = 10_000.0  # as in llama.cpp
 
 
 def rope_parameters(metadata: Metadata) -> dict[str, Any]:

@@ -13,7 +13,7 @@ AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Order in which four bits of a word each of eight neighbours lies."""
 
 _FLOATING: Final = {torch.float8_e4m3fn: CodeKind.E4M3, torch.float8_e5m2: CodeKind.E5M2}
-_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of FP4 (OCP Microscaling Formats 1.0)
 
 
 class Codes(Protocol):
@@ -43,7 +43,9 @@ class UnsignedCodes(Protocol):
     """Codes of 4 or 8 bits."""
 
     @property
-    def bits(self) -> int: ...
+    def bits(self) -> int:
+        """Bits per code: 4 or 8."""
+        ...
 
     @property
     def middle(self) -> int:
