@@ -19,11 +19,13 @@ from holdfast.worker.executors.cpu.structures import NativePanel, NativeUnits
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.mapped_files import discard_contents
-from holdfast.worker.executors.stored_matrix import AT_ONCE, StoredMatrix, for_all
+from holdfast.worker.executors.stored_matrix import StoredMatrix, for_all
 from holdfast.worker.executors.units import SCALE_TYPES, UNIT, Offset, UnitForm, Units
 
 PIECE_CODES: Final = 4 << 20
 """Codes that are read, a byte each, and then packed."""
+_READ_AT_ONCE: Final = PIECE_CODES // 4
+"""Codes that a thread reads together. Most stay in their file: fewer at a time cost more calls than they save."""
 
 IntArray = NDArray[np.int64]
 
@@ -138,7 +140,7 @@ class _Piece:
         by_row = np.argsort(own, kind="stable")
         own, places = own[by_row], places[by_row]
         ends = [*(np.flatnonzero(np.diff(own) != 1) + 1), len(own)] if len(own) else []
-        step = max(1, AT_ONCE // weight.shape[1])
+        step = max(1, _READ_AT_ONCE // weight.shape[1])
         runs = [(at, min(at + step, end)) for start, end in pairwise([0, *ends]) for at in range(start, end, step)]
 
         def read(number: int) -> None:

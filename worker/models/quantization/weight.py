@@ -65,11 +65,11 @@ class QuantizedWeight(StoredMatrix):
         return UnitForm(bits=codes.bits, offset=self._offset(codes), scales=self.scales.dtype)
 
     def units(self, first: int, last: int) -> Units:
-        codes, groups, form = self.codes.unsigned, self._unit_groups(), self.unit_form
-        if codes is None or groups is None or form is None:
+        codes, groups = self.codes.unsigned, self._unit_groups()
+        if codes is None or groups is None:
             raise ValueError("a weight that does not lie in units has none")
         offsets = None
-        if form.offset is Offset.ZERO_POINTS:
+        if self._offset(codes) is Offset.ZERO_POINTS:
             zeros = torch.zeros(()) if self.zeros is None else self._of_units(self.zeros, first, last, groups)
             offsets = (zeros + codes.middle).to(torch.uint8).expand(last - first, len(groups)).contiguous()
         return Units(
