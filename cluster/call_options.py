@@ -16,6 +16,8 @@ class ServiceOfAll(TypedDict, total=False):
     """Seconds after which the request ends with a `DeadlineExceededError`."""
     cache_salt: str
     """Only requests with the same one find each other's prefixes in the cache."""
+    cache_ttl_s: int
+    """Seconds for which the prompt's prefix is kept in the cache, and on the disk below it; 0: while there is room."""
 
 
 class ServiceOptions(ServiceOfAll, total=False):

@@ -162,6 +162,9 @@ def generate(
     cache_salt: Annotated[
         str, Parameter(group=ESSENTIALS, help="share cached prefixes only with requests of the same salt")
     ] = "",
+    cache_ttl_s: Annotated[
+        int, Parameter(group=ESSENTIALS, help="keep the prompt cached for so many seconds, on a disk below as well")
+    ] = 0,
     sampling: Annotated[SamplingFlags, Parameter(name="*")] = _DEFAULTS,
     settings: Layer,
 ) -> int:
@@ -182,6 +185,7 @@ def generate(
             "tenant": tenant,
             "timeout_s": timeout_s,
             "cache_salt": cache_salt,
+            "cache_ttl_s": cache_ttl_s,
         },
     )
     if server is None:

@@ -139,6 +139,7 @@ class InferenceEngine:
         *,
         timeout_s: float | None = None,
         cache_salt: str = "",
+        cache_ttl_s: int = 0,
         request_id: str = "",
     ) -> RequestHandle:
         """Queues a request, and returns as soon as nothing was found wrong with it.
@@ -146,8 +147,8 @@ class InferenceEngine:
         `callback` gets the whole output so far after every step that brought tokens, the last time with `finished` or
         `error` set; with `best_of` and `beam_width` only that last time. It runs on the thread that serves all
         requests, so it should hand over and return. After `timeout_s` the request ends with a `DeadlineExceededError`.
-        Only requests with the same `cache_salt` find each other's prefixes in the cache. Without a `request_id` it is
-        called `request-N`, and is no other request of that name.
+        Only requests with the same `cache_salt` find each other's prefixes in the cache; that of this one is kept there
+        for `cache_ttl_s`. Without a `request_id` it is called `request-N`, and is no other request of that name.
 
         Raises `CallerError` for what is wrong with the request, though not to a callback, which has it by the handle;
         what else may end it comes by the handle. Raises why the engine has ended if it has.
@@ -158,6 +159,7 @@ class InferenceEngine:
             "tenant": tenant,
             "timeout_s": timeout_s,
             "cache_salt": cache_salt,
+            "cache_ttl_s": cache_ttl_s,
         }
         is_awaited = not router.is_this_thread()
         request = self._request(router, prompt, params, callback, request_id, service, is_awaited=is_awaited)
@@ -199,6 +201,7 @@ class InferenceEngine:
         *,
         timeout_s: float | None = None,
         cache_salt: str = "",
+        cache_ttl_s: int = 0,
         request_id: str = "",
     ) -> RequestOutput:
         """The finished output. Cancelling the awaiting task aborts the request. Raises what ended it otherwise."""
@@ -210,6 +213,7 @@ class InferenceEngine:
             tenant=tenant,
             timeout_s=timeout_s,
             cache_salt=cache_salt,
+            cache_ttl_s=cache_ttl_s,
         )
         try:
             return await asyncio.shield(asyncio.wrap_future(handle.future))

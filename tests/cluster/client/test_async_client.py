@@ -101,10 +101,12 @@ def test_everything_that_is_asked_reaches_the_router():
         timeout_s=1.5,
         tenant="gold",
         cache_salt="s",
+        cache_ttl_s=60,
     )
     request, sampling = router.request, router.request.sampling_params
     assert (request.text, request.model, request.request_id, request.timeout_ms) == ("hello", "m", "id", 1500)
     assert (request.priority, request.tenant, request.cache_salt) == (inference_pb2.PRIORITY_LOW, "gold", "s")
+    assert request.cache_ttl_s == 60
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens) == (0.5, 3, 0.5, 7)
     assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (["x"], [9], True)
     assert sampling.HasField("seed")

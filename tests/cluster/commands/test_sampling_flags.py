@@ -132,8 +132,9 @@ def test_a_priority_is_named(asked):
 
 
 def test_how_it_is_to_be_served_is_said_too(asked):
-    assert run(["generate", "hello", "--tenant", "gold", "--timeout-s", "1.5", "--cache-salt", "x"]) == 0
-    expected = {"priority": Priority.NORMAL, "tenant": "gold", "timeout_s": 1.5, "cache_salt": "x"}
+    flags = ["--tenant", "gold", "--timeout-s", "1.5", "--cache-salt", "x", "--cache-ttl-s", "60"]
+    assert run(["generate", "hello", *flags]) == 0
+    expected = {"priority": Priority.NORMAL, "tenant": "gold", "timeout_s": 1.5, "cache_salt": "x", "cache_ttl_s": 60}
     assert asked.pop().service == expected
 
 

@@ -92,6 +92,15 @@ def test_prefixes_are_found_by_requests_of_the_same_salt_alone(llm):
     assert llm.get_stats().num_prefix_hit_tokens > before
 
 
+def test_a_prefix_is_kept_on_request(llm):
+    llm.generate("a prompt that is longer than a block " * 4, GREEDY, cache_salt="kept")
+    assert llm.get_stats().num_pinned_blocks == 0
+    llm.generate("a prompt that is longer than a block " * 4, GREEDY, cache_salt="kept", cache_ttl_s=1)
+    assert llm.get_stats().num_pinned_blocks > 0
+    with pytest.raises(InvalidRequestError, match="cache_ttl_s"):
+        llm.generate("hello", GREEDY, cache_ttl_s=86_401)
+
+
 def test_a_call_that_runs_out_of_time_leaves_nothing_running(llm):
     with pytest.raises(DeadlineExceededError):
         llm.generate(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True), timeout_s=1e-6)

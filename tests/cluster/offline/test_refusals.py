@@ -70,6 +70,7 @@ BAD_OPTIONS = {
     "a salt of bytes": ({"cache_salt": b"salt"}, "cache_salt", "must be text"),
     "half a salt": ({"cache_salt": HALF}, "cache_salt", "valid Unicode"),
     "a long salt": ({"cache_salt": "x" * 129}, "cache_salt", "at most 128"),
+    "a time to be kept in words": ({"cache_ttl_s": "60"}, "cache_ttl_s", "from 0 to 86400"),
     "a timeout of zero": ({"timeout_s": 0}, "timeout_s", "above 0"),
     "a timeout in the past": ({"timeout_s": -1.0}, "timeout_s", "above 0"),
     "a timeout that is none": ({"timeout_s": math.nan}, "timeout_s", "number of seconds"),
@@ -252,7 +253,7 @@ ODD_MAPPINGS = st.dictionaries(
 ODD = ODD_NUMBERS | ODD_TEXTS | ODD_LISTS | ODD_MAPPINGS | st.just(Priority.HIGH) | st.just({1, 2}) | st.just(object())
 PROMPTS = st.just("hello") | ODD
 SERVICE = st.fixed_dictionaries(
-    {}, optional=dict.fromkeys(("priority", "tenant", "timeout_s", "cache_salt", "callback"), ODD)
+    {}, optional=dict.fromkeys(("priority", "tenant", "timeout_s", "cache_salt", "cache_ttl_s", "callback"), ODD)
 )
 FIELDS = st.dictionaries(st.sampled_from(sorted(SamplingParams.__dataclass_fields__)), ODD, max_size=3)
 SHAPES = st.dictionaries(st.sampled_from(sorted(StructuredOutputs.__dataclass_fields__)), ODD, max_size=2)
