@@ -182,13 +182,17 @@ class OverloadConfig(Settings):
     )
     max_open_requests: int = Field(32768, ge=1, description="open requests of a router at which its pressure is 1")
     max_connection_bytes: Bytes = Field(
-        64 * 2**20, ge=2**20, description="maximum bytes of requests of one connection that are not decoded yet"
+        64 * 2**20, ge=2**20, description="maximum bytes of undecoded requests of one connection"
     )
     max_key_bytes: Bytes = Field(
-        128 * 2**20, ge=2**20, description="the same per API key, or per client address where keys are off"
+        128 * 2**20,
+        ge=2**20,
+        description="maximum bytes of undecoded requests per API key, or per client address where keys are off",
     )
     max_router_bytes: Bytes = Field(
-        256 * 2**20, ge=2**20, description="the same per router; unread output counts too, and its pressure is 1 here"
+        256 * 2**20,
+        ge=2**20,
+        description="maximum bytes of undecoded requests and unread output of a router; its pressure is 1 here",
     )
     shrink_heap_at: float = Field(
         0.7, gt=0, le=1, description="memory pressure at which freed memory is returned to the system"
@@ -235,7 +239,7 @@ class SecurityConfig(Settings):
     )
     insecure: bool = Field(False, description="allow addresses other than loopback without API keys")
     tls_cert: File | None = Field(None, description="certificate chain (PEM) of the gRPC and HTTP ports; unset: no TLS")
-    tls_key: File | None = Field(None, description="its private key (PEM)")
+    tls_key: File | None = Field(None, description="private key of the certificate (PEM)")
     tls_client_ca: File | None = Field(
         None, description="CA of clients' certificates (PEM); unset: clients need no certificate"
     )
@@ -245,7 +249,7 @@ class SecurityConfig(Settings):
     link_cert: File | None = Field(
         None, description="certificate (PEM) for holdfast-link, of routers and replicas for their links; unset: no TLS"
     )
-    link_key: File | None = Field(None, description="its private key (PEM)")
+    link_key: File | None = Field(None, description="private key of the certificate (PEM)")
     link_ca: File | None = Field(None, description="CA of the certificates of links (PEM)")
 
     @model_validator(mode="after")
@@ -275,13 +279,12 @@ class RouterConfig(Settings):
     prefill_replicas: int = Field(
         0,
         ge=0,
-        description="replicas of each model that compute long prompts, and hand their requests on afterwards; "
-        "0: none is kept for that",
+        description="replicas of each model that compute long prompts, and hand their requests on afterwards; 0: none",
     )
     decode_replicas: int = Field(
         0,
         ge=0,
-        description="replicas of each model that get no long prompts while others take them; all others do both",
+        description="replicas of each model for decoding only: they get no long prompts while others take them",
     )
     prefill_tokens: int | None = Field(
         None,

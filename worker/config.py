@@ -155,7 +155,7 @@ class CacheConfig(Settings):
     num_state_slots: int | None = Field(
         None,
         ge=2,
-        description="slots for the states of sequences, of a model that keeps some (docs/state-cache.md), with memory "
+        description="state slots of a hybrid model (docs/state-cache.md), with memory "
         "of their own; default: states and KV blocks share the cache's memory",
     )
     enable_prefix_caching: bool = Field(True, description="reuse the KV blocks of prompts with a common prefix")
@@ -231,7 +231,7 @@ class SchedulerConfig(ServiceOrderConfig):
         0.25,
         ge=0,
         le=1,
-        description="share of the KV blocks up to which prefixes of one tenant are kept by `cache_ttl_s`; 0: none is",
+        description="share of the KV blocks up to which prefixes of one tenant are kept by `cache_ttl_s`; 0: none",
     )
     async_scheduling: bool | None = Field(
         None, description="plan and launch a step while the one before it runs; unset or true: where a GPU can do both"

@@ -94,7 +94,7 @@ class SamplingParams(OutputKind):
     ] = 0
     top_p: Annotated[
         float,
-        Field(gt=0, le=1, description="keeps the smallest set of best tokens with this mass"),
+        Field(gt=0, le=1, description="keeps the smallest set of best tokens with this probability mass"),
         _draw(draw_type="d"),
     ] = 1.0
     min_p: Annotated[
@@ -104,7 +104,7 @@ class SamplingParams(OutputKind):
     ] = 0.0
     seed: Annotated[
         int | None,
-        Field(ge=-MAX_SEED - 1, le=MAX_SEED, description="key of the noise, modulo 2^63; -1: unset"),
+        Field(ge=-MAX_SEED - 1, le=MAX_SEED, description="seed of the draws, modulo 2^63; -1: unset"),
         AfterValidator(_seed),
         _draw(draw_type="q", flag_default=0, neutral="from the request id", limits="-2^63 to 2^63 - 1"),
     ] = None
@@ -166,7 +166,7 @@ class SamplingParams(OutputKind):
     structured_outputs: Annotated[
         StructuredOutputs | Mapping[str, object] | None,
         STRUCTURE,
-        Field(description="only what keeps the output in this shape can be drawn"),
+        Field(description="constrains the output to a JSON schema, any JSON object, a regex, a choice or a grammar"),
         Metadata(
             scope=Scope.TEXT,
             group=Group.STRUCTURE,
@@ -242,7 +242,7 @@ class SamplingParams(OutputKind):
     ] = None
     prompt_logprobs: Annotated[
         int | None,
-        Field(ge=ALL_LOGPROBS, le=MAX_LOGPROBS, description="the same for each token of the prompt"),
+        Field(ge=ALL_LOGPROBS, le=MAX_LOGPROBS, description="returns the same for each prompt token"),
         _report(scope=Scope.TOKENS, with_beams=False),
     ] = None
     logprob_token_ids: Annotated[

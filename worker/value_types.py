@@ -142,7 +142,7 @@ def check_neutral(name: str, value: object, values: tuple[object, ...], field: s
     if any(type(value) is type(one) and value == one for one in values):
         return
     wish = " or ".join(repr(one) for one in values if one is not None)
-    limit = f"must be {wish}: what else it asks for is not supported" if wish else "is not supported"
+    limit = f"must be {wish}: any other value is not supported" if wish else "is not supported"
     raise InvalidRequestError(f"{field}{name}", value, limit)
 
 
@@ -156,7 +156,7 @@ def check_names(given: Mapping[str, object], known: Collection[str], at: str, no
     """
     for name, value in given.items():
         if name not in known and name not in notes and value is not None:
-            limit = f"is not known; what is: {', '.join(known)}"
+            limit = f"is not known; known are: {', '.join(known)}"
             raise InvalidRequestError(f"{at}.{str(name)[:_MAX_NAME]}", value, limit)
 
 

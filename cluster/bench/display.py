@@ -186,7 +186,7 @@ def differences(one: Report, other: Report, names: Sequence[str]) -> Iterator[st
     left, right = one.settings.model_dump(), other.settings.model_dump()
     for name in left.keys() - {"server", "text_seed", "tokens_per_word", "model", "slo", "attainment_wanted"}:
         if left[name] != right[name]:
-            yield f"not the same question: {name} is {left[name]} in {names[0]}, {right[name]} in {names[1]}"
+            yield f"the settings differ: {name} is {left[name]} in {names[0]}, {right[name]} in {names[1]}"
 
 
 def _say(stream: TextIO, line: str) -> None:

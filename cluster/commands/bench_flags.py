@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from holdfast.cluster.bench.runs import Plan, Target
     from holdfast.cluster.bench.workload import Workload
 
-_LOAD = Group.create_ordered("Load: how requests come")
-_WORK = Group.create_ordered("Workload: what is asked")
+_LOAD = Group.create_ordered("Load: arrival of requests")
+_WORK = Group.create_ordered("Workload: prompts and outputs")
 _RESULT = Group.create_ordered("Results")
 _DEFAULT_S: Final = 30.0
 

@@ -97,8 +97,9 @@ COMMANDS: Final = (
         target="verify:verify",
         help="Audit any OpenAI-compatible server from outside: equal answers, semantics, streams, numbers.",
         details=(
-            "Asks the same in many ways and compares: alone, again, among others, streamed, with a seed. Findings have "
-            "names, counts, a likely cause, and the request that shows them. Exit code 0: nothing was found."
+            "Sends equal requests in different ways (alone, again, in a batch, streamed, with a seed) and compares "
+            "the answers. Findings have names, counts, a likely cause, and the request that shows "
+            "them. Exit code 0: nothing was found."
         ),
         examples=(
             "verify http://localhost:8000",

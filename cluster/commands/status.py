@@ -33,8 +33,8 @@ class RouterStatus:
 def status(
     *,
     server: Annotated[str, Parameter(help="host:port of routers, with commas in between")] = "localhost:50051",
-    watch: Annotated[bool, Parameter(name=["--watch", "-w"], negative=(), help="again and again until Ctrl-C")] = False,
-    every: Annotated[float, Parameter(help="seconds between two looks of --watch")] = 1.0,
+    watch: Annotated[bool, Parameter(name=["--watch", "-w"], negative=(), help="refresh until Ctrl-C")] = False,
+    every: Annotated[float, Parameter(help="seconds between refreshes of --watch")] = 1.0,
     settings: Layer,
 ) -> int:
     """Show whether a cluster is well: its routers, models, replicas, load and caches.

@@ -239,7 +239,7 @@ class ClientConfig(Settings):
     )
     server_ca: Path | None = Field(None, description="CA of the server's certificate (PEM); turns TLS on")
     client_cert: Path | None = Field(None, description="client certificate (PEM) for a server that requires one")
-    client_key: Path | None = Field(None, description="its private key (PEM)")
+    client_key: Path | None = Field(None, description="private key of the certificate (PEM)")
 
     @property
     def options(self) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def translated(arguments: Mapping[str, object]) -> dict[str, object]:
     _take_kv_cache_dtype(settings)
     _take_quantization(settings, ignored)
     if ignored:
-        text = f"{WHERE}: {', '.join(ignored)}: accepted for the sake of scripts for vLLM, and without effect here"
+        text = f"{WHERE}: {', '.join(ignored)}: accepted for compatibility with vLLM, without effect"
         warnings.warn(text, stacklevel=3)
     return settings
 

@@ -67,8 +67,8 @@ def check_sizes(context: int, top: int, vocab_size: int, longest: int, prefix: i
     pairs = vocab_size if top == ALL_LOGPROBS else top
     if context * pairs > MOST_AT_ONCE:
         raise ConfigurationError(
-            f"--context {context}: with {pairs} log-probabilities a token, {MOST_AT_ONCE // pairs} tokens are the most "
-            f"at a time; lower --context or --top"
+            f"--context {context}: with {pairs} log-probabilities a token, the maximum is {MOST_AT_ONCE // pairs} "
+            f"tokens at a time; lower --context or --top"
         )
 
 

@@ -106,7 +106,7 @@ class Autoscaler:
 
     def _decided(self, seen: Seen) -> Decision:
         if seen.demand is None:
-            return Decision(num_replicas=seen.num_wanted, reason="no router tells of it")
+            return Decision(num_replicas=seen.num_wanted, reason="no router has reported on it")
         self._note(seen, seen.demand)
         if seen.demand.num_open == 0 and self._may_sleep(seen):
             return Decision(num_replicas=0, reason=f"idle for {self._settings.zero_after_s:g} s")

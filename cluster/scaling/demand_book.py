@@ -165,7 +165,7 @@ class ScalingConfig(Settings):
         600.0, ge=0, description="seconds without a request after which the last replica goes, where min_replicas is 0"
     )
     cold_start_wait_s: float = Field(
-        120.0, gt=0, description="seconds that requests wait for the first replica of a model that has none at rest"
+        120.0, gt=0, description="seconds that requests wait for the first replica of a model scaled to zero"
     )
 
     @property

@@ -61,7 +61,7 @@ def examine(config: HoldfastConfig, *, quick: bool = False) -> Iterator[Finding]
         yield finding
     if quick or worst is Level.BAD:
         if not quick:
-            yield Finding(Level.NOTE, "loading", "left out", "it comes once nothing above is bad")
+            yield Finding(Level.NOTE, "loading", "left out", "skipped until the problems above are fixed")
         return
     for one in config.each_model:
         yield from loaded(one)
@@ -79,7 +79,7 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
         yield checked("sockets", check_socket_paths, f"paths in {ray_folder()} are short enough")
     if (proxy := proxies()) is not None:
         yield proxy
-    yield checked("ports", lambda: check_ports(config), "those of the settings are free")
+    yield checked("ports", lambda: check_ports(config), "the configured ports are free")
     yield checked(
         "exposure",
         lambda: check_exposed(config.security, host),
@@ -93,7 +93,7 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
         if files.level is Level.GOOD and (weights := told_of_weights(one)) is not None:
             yield Finding(Level.GOOD, f"weights of {name}", weights)
         if local_path(one) is None:
-            yield checked(f"hub id of {name}", partial(check_hub, one), "the hub gives it")
+            yield checked(f"hub id of {name}", partial(check_hub, one), "found on the hub")
         yield tokenizer(one)
         if (message := uneven_heads(one)) is not None:
             yield Finding(Level.NOTE, f"ranks of {name}", message, "choose a --tp that divides the heads")
@@ -187,7 +187,7 @@ def home() -> Finding:
     if folder.parent.name == ".cache":
         return Finding(Level.GOOD, "home", str(folder))
     advice = "set HOME to a folder of yours, or layouts and compiled libraries are lost with the temporary files"
-    return Finding(Level.NOTE, "home", f"this user has none that can be written to; {folder} takes its place", advice)
+    return Finding(Level.NOTE, "home", f"this user has no writable one; {folder} is used instead", advice)
 
 
 def proxies() -> Finding | None:
@@ -213,7 +213,7 @@ def tokenizer(config: HoldfastConfig) -> Finding:
     model = located(config.worker).model
     folder = Path(model.tokenizer or model.model).expanduser()
     if not folder.exists():
-        return Finding(Level.NOTE, what, "is on the hub, and looked at when the model is loaded")
+        return Finding(Level.NOTE, what, "is on the hub, and checked when the model is loaded")
     try:
         loaded = load_tokenizer(str(folder))
     except HoldfastError as error:
@@ -222,11 +222,11 @@ def tokenizer(config: HoldfastConfig) -> Finding:
     token_ids = loaded.encode(text, add_special_tokens=False)
     if loaded.decode(token_ids, skip_special_tokens=True).strip() != text:
         advice = "is tokenizer.json that of this model?"
-        return Finding(Level.NOTE, what, f"{text!r} does not come back as it went in", advice)
+        return Finding(Level.NOTE, what, f"{text!r} is not the same after encoding and decoding", advice)
     if config.model.chat_template is None and loaded.chat_template is None:
         advice = "chats are refused; give one by --chat-template, or use prompts alone"
         return Finding(Level.NOTE, what, "has no chat template", advice)
-    return Finding(Level.GOOD, what, "reads and writes, and has a chat template")
+    return Finding(Level.GOOD, what, "encodes and decodes, and has a chat template")
 
 
 def loaded(config: HoldfastConfig) -> Iterator[Finding]:

@@ -117,7 +117,7 @@ def _keep(it: Kept, say: Callable[[str], None], is_over: int) -> None:
             reason = f"{_reason(it.process.wait())} after {lasted_s:.1f} s"
             say(f"{it.name} has ended ({reason}); it restarts in {pause_s:.1f} s; {it.effect}")
         except Exception:  # no descriptors, or no reader
-            logger.exception("the keeper of %s has met an error", it.name)
+            logger.exception("restarting %s failed: internal error", it.name)
         if select.select([is_over], [], [], pause_s)[0]:
             return
         if it.process.poll() is None:  # nothing is known of its end

@@ -146,7 +146,9 @@ class RouterDeployment:
                 session_folder() / "holdfast" / quote(namespace, safe=""), router.poison_watch
             )
         except OSError as error:
-            logger.warning("what is read here will not be known if this router ends: %s", error)
+            logger.warning(
+                "requests that end this router cannot be found, without a journal of what it reads: %s", error
+            )
             return
         self._following = asyncio.create_task(self._journals.follow(), name="crash journals")
 

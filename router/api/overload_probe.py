@@ -51,7 +51,7 @@ class OverloadProbe:
             try:
                 await self._look(loop.time())
             except Exception:
-                logger.exception("a look at the router's load failed")
+                logger.exception("an overload probe failed: internal error")
 
     async def _look(self, now: float) -> None:
         before = set(self._overload.active)

@@ -169,7 +169,7 @@ class StepOutputs:
             state.note_prompt_logprobs(delta.prompt_logprobs)
             return []
         if delta.finish_reason is FinishReason.ABORT:
-            return self._refuse(state, ReplicaError("the replica gave the request up"), now)
+            return self._refuse(state, ReplicaError("the replica aborted the request"), now)
         if not state.output_token_ids:
             state.num_cached_tokens = state.timeline.num_cached_tokens = delta.num_cached_tokens
             state.timeline.num_disk_tokens = delta.num_disk_tokens

@@ -53,7 +53,7 @@ class Outages:
         if cold_start_s is None:
             return ReplicaError(f"no replica of model {model!r} is up")
         message = f"none has started within {cold_start_s:g} s (scaling.cold_start_wait_s)"
-        return ReplicaError(f"model {model!r} had no replica at rest, and {message}")
+        return ReplicaError(f"model {model!r} was scaled to zero, and {message}")
 
     def _limit_s(self, model: str) -> float:
         cold_start_s = self._registry.asleep.get(model)

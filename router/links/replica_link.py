@@ -199,7 +199,7 @@ class ReplicaLink:
 
     async def _session(self) -> None:
         """Dials once, and listens until the link is lost."""
-        error: HoldfastError = self._lost("it was let go")
+        error: HoldfastError = self._lost("the router has closed the link")
         began_s = asyncio.get_running_loop().time()
         is_fault = False
         try:
@@ -231,7 +231,7 @@ class ReplicaLink:
         try:
             self._dispatch_host.replica_down(self.endpoint.replica_id, error)
         except Exception:
-            logger.exception("what comes of the loss of %s failed: internal error", self._name)
+            logger.exception("handling the loss of %s failed: internal error", self._name)
             return False
         return True
 

@@ -48,15 +48,18 @@ OF_REQUESTS: Final = (
         "model was known has an empty one",
     ),
     Metric("holdfast_requests_open", G, (), "Requests that are open in this router"),
-    Metric("holdfast_requests_queued", G, (), "Those of them that wait for a replica"),
+    Metric("holdfast_requests_queued", G, (), "Open requests that wait for a replica"),
     Metric(
-        "holdfast_requests_queued_by_class", G, ("model", "class"), "Those that wait for a replica, by priority class"
+        "holdfast_requests_queued_by_class",
+        G,
+        ("model", "class"),
+        "Requests that wait for a replica, by priority class",
     ),
     Metric("holdfast_prompt_tokens_total", C, _MODEL, "Tokens of the prompts of ended requests"),
     Metric("holdfast_output_tokens_total", C, _MODEL, "Output tokens of ended requests"),
-    Metric("holdfast_time_to_first_token_seconds", H, _MODEL, "From a request's admission to its first token"),
-    Metric("holdfast_time_per_output_token_seconds", H, _MODEL, "Between the output tokens of one request: their mean"),
-    Metric("holdfast_request_duration_seconds", H, _MODEL, "From a request's admission to its own end"),
+    Metric("holdfast_time_to_first_token_seconds", H, _MODEL, "Time from a request's admission to its first token"),
+    Metric("holdfast_time_per_output_token_seconds", H, _MODEL, "Mean time between the output tokens of a request"),
+    Metric("holdfast_request_duration_seconds", H, _MODEL, "Time from a request's admission to its end"),
     Metric(
         "holdfast_queue_time_seconds",
         H,
@@ -87,7 +90,7 @@ OF_FAILOVER: Final = (
         "holdfast_pause_seconds",
         H,
         _MODEL,
-        "What a client notices of a failover: from the end of an attempt that had output to the first output of the "
+        "Pause that a client sees in a failover: from the end of an attempt that had output to the first output of the "
         "next one",
     ),
     Metric(
@@ -98,7 +101,7 @@ OF_FAILOVER: Final = (
         "holdfast_model_state_bytes",
         G,
         ("model",),
-        "Memory of a slot for the states of one sequence, on one rank, of a model that keeps some",
+        "Memory of one sequence's states (hybrid models), on one rank",
     ),
     Metric(
         "holdfast_model_weight_bytes",
@@ -129,22 +132,21 @@ OF_OVERLOAD: Final = (
         "holdfast_overload_pressure_ratio",
         G,
         ("resource",),
-        "What a router uses of its limits, 1 being all of it: memory, loop_delay, bytes (in flight, or not read), "
+        "Use of a router's limits, as a share of each: memory, loop_delay, bytes (in flight, or not read), "
         "requests (open)",
     ),
     Metric(
         "holdfast_overload_action_active",
         G,
         ("action",),
-        "Whether (1) or not (0) a router protects itself by it now: shrink_heap, stop_accepting, shed_low, shed_new, "
-        "close_greediest, shed_resumed",
+        "Whether the router takes this action against overload, 1 or 0: shrink_heap, stop_accepting, shed_low, "
+        "shed_new, close_greediest, shed_resumed",
     ),
     Metric(
         "holdfast_overload_actions_total",
         C,
         ("action",),
-        "What each of these has done: connections and requests refused, requests ended, times that memory was given "
-        "back",
+        "Effects of each action: connections and requests refused, requests ended, times that memory was given back",
     ),
     Metric("holdfast_bytes_in_flight", G, (), "Bytes of requests that have arrived and are not decoded"),
     Metric(
@@ -164,13 +166,13 @@ OF_OVERLOAD: Final = (
 OF_REPLICAS: Final = (
     Metric("holdfast_replica_requests_running", G, _REPLICA, "Sequences that a replica runs"),
     Metric("holdfast_replica_requests_waiting", G, _REPLICA, "Sequences that wait in a replica"),
-    Metric("holdfast_replica_waiting_tokens", G, _REPLICA, "Tokens that open sequences still have to have computed"),
+    Metric("holdfast_replica_waiting_tokens", G, _REPLICA, "Tokens of open sequences that are not computed yet"),
     Metric("holdfast_replica_kv_cache_usage_ratio", G, _REPLICA, "Share of a replica's KV blocks that are in use"),
     Metric(
         "holdfast_replica_kv_blocks",
         G,
         ("model", "replica", "state"),
-        "KV blocks: used, cached (free, and with a prefix that may be asked for again), or empty",
+        "KV blocks: used, cached (free, with a prefix that can be reused), or empty",
     ),
     Metric(
         "holdfast_replica_pinned_blocks",
@@ -178,24 +180,22 @@ OF_REPLICAS: Final = (
         _REPLICA,
         "KV blocks of prefixes that requests have asked to keep, used or free",
     ),
-    Metric("holdfast_replica_output_tokens_total", C, _REPLICA, "Tokens that a replica has drawn"),
+    Metric("holdfast_replica_output_tokens_total", C, _REPLICA, "Tokens sampled"),
     Metric("holdfast_replica_computed_tokens_total", C, _REPLICA, "Tokens computed, prompts included"),
-    Metric(
-        "holdfast_replica_recomputed_tokens_total", C, _REPLICA, "Those computed again because a preemption lost them"
-    ),
-    Metric("holdfast_replica_preemptions_total", C, _REPLICA, "Sequences whose blocks were taken"),
-    Metric("holdfast_replica_evictions_total", C, _REPLICA, "Cached blocks that were handed out for other tokens"),
+    Metric("holdfast_replica_recomputed_tokens_total", C, _REPLICA, "Tokens computed again after a preemption"),
+    Metric("holdfast_replica_preemptions_total", C, _REPLICA, "Preemptions: running sequences whose blocks were taken"),
+    Metric("holdfast_replica_evictions_total", C, _REPLICA, "Cached blocks that were reused for other tokens"),
     Metric(
         "holdfast_replica_state_slots",
         G,
         ("model", "replica", "state"),
-        "Slots for states of sequences, of a model that keeps some: used, with the snapshot of a prefix, or empty",
+        "State slots of a hybrid model: used, with the snapshot of a prefix, or empty",
     ),
     Metric("holdfast_replica_snapshot_hits_total", C, _REPLICA, "Requests that began from a snapshot of a state"),
-    Metric("holdfast_replica_snapshot_evictions_total", C, _REPLICA, "Snapshots whose slots were handed out"),
-    Metric("holdfast_replica_disk_blocks", G, _REPLICA, "Blocks and snapshots on the disk that a replica can use"),
-    Metric("holdfast_replica_disk_bytes", G, _REPLICA, "What the block store of a replica's host takes on the disk"),
-    Metric("holdfast_replica_disk_backlog_bytes", G, _REPLICA, "What is still to be written to the disk"),
+    Metric("holdfast_replica_snapshot_evictions_total", C, _REPLICA, "Snapshots whose slots were reused"),
+    Metric("holdfast_replica_disk_blocks", G, _REPLICA, "Blocks and snapshots on the disk that the replica can load"),
+    Metric("holdfast_replica_disk_bytes", G, _REPLICA, "Size of the block store on the disk of the replica's host"),
+    Metric("holdfast_replica_disk_backlog_bytes", G, _REPLICA, "Bytes of blocks that are not yet written to the disk"),
     Metric("holdfast_replica_disk_hit_tokens_total", C, _REPLICA, "Tokens whose blocks came back from the disk"),
     Metric("holdfast_replica_disk_losses_total", C, _REPLICA, "Blocks that were evicted before they were on the disk"),
     Metric(
@@ -206,11 +206,16 @@ OF_REPLICAS: Final = (
     Metric("holdfast_replica_sent_blocks_total", C, _REPLICA, "Blocks that were copied for other replicas"),
     Metric("holdfast_replica_received_bytes_total", C, _REPLICA, "Bytes of blocks that came from other replicas"),
     Metric("holdfast_replica_sent_bytes_total", C, _REPLICA, "Bytes of blocks that went to other replicas"),
-    Metric("holdfast_replica_expired_total", C, _REPLICA, "Requests dropped because their deadline was, or would be"),
+    Metric(
+        "holdfast_replica_expired_total",
+        C,
+        _REPLICA,
+        "Requests dropped because their deadline has passed or cannot be met",
+    ),
     Metric("holdfast_replica_prefix_query_tokens_total", C, _REPLICA, "Tokens looked up in the prefix cache"),
-    Metric("holdfast_replica_prefix_hit_tokens_total", C, _REPLICA, "Those of them that were cached"),
-    Metric("holdfast_replica_draft_tokens_total", C, _REPLICA, "Guessed tokens that were verified"),
-    Metric("holdfast_replica_accepted_tokens_total", C, _REPLICA, "Those of them that were accepted"),
+    Metric("holdfast_replica_prefix_hit_tokens_total", C, _REPLICA, "Looked-up tokens that were cached"),
+    Metric("holdfast_replica_draft_tokens_total", C, _REPLICA, "Draft tokens that were verified"),
+    Metric("holdfast_replica_accepted_tokens_total", C, _REPLICA, "Draft tokens that were accepted"),
     Metric("holdfast_replica_steps_total", C, _REPLICA, "Steps of the engine"),
     Metric(
         "holdfast_replica_step_phase_seconds_total",
@@ -226,13 +231,15 @@ OF_REPLICAS: Final = (
     Metric("holdfast_replica_gpu_memory_total_bytes", G, _REPLICA, "Memory of the leading rank's GPU"),
 )
 OF_THE_STORE: Final = (
-    Metric("holdfast_store_bytes", G, (), "What is stored, of all tenants and for all routers (router.store)"),
-    Metric("holdfast_store_max_bytes", G, (), "Size beyond which the oldest is deleted (router.store_max_bytes)"),
+    Metric("holdfast_store_bytes", G, (), "Size of the stored objects of all tenants (router.store)"),
+    Metric(
+        "holdfast_store_max_bytes", G, (), "Size beyond which the oldest objects are deleted (router.store_max_bytes)"
+    ),
     Metric(
         "holdfast_store_objects",
         G,
         ("kind",),
-        "Stored objects: response, chat completion, conversation, file, batch; hidden is what is not whole",
+        "Stored objects: response, chat completion, conversation, file, batch; hidden: not complete yet",
     ),
     Metric(
         "holdfast_store_jobs",
@@ -240,7 +247,7 @@ OF_THE_STORE: Final = (
         ("kind", "state"),
         "Background responses and lines of batches that are not over: waiting for a router, or running at one",
     ),
-    Metric("holdfast_store_oldest_job_seconds", G, (), "Age of the oldest of them; 0 where there is none"),
+    Metric("holdfast_store_oldest_job_seconds", G, (), "Age of the oldest of these jobs; 0: there is none"),
     Metric("holdfast_store_failures_total", C, (), "Answers that this router could not store"),
 )
 OF_GATEWAYS: Final = (

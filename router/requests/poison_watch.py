@@ -251,12 +251,12 @@ class PoisonWatch:
     def await_others(self, digest: str, silent_s: float) -> None:
         """Raises `OnTrialError` while a router that has been silent for so long reads the same request."""
         if self.is_read_elsewhere(digest, silent_s):
-            raise OnTrialError("another router is reading this request and may end with it", RETRY_S)
+            raise OnTrialError("another router is reading this request, which may crash it", RETRY_S)
 
     def begin_trial(self) -> None:
         """Raises `OnTrialError` while another suspect is on trial."""
         if self._is_trial_on:
-            message = "another request that routers were lost with is being read here, and two are never read at a time"
+            message = "another request that may have crashed a router is being read here; they are read one at a time"
             raise OnTrialError(message, RETRY_S)
         self._is_trial_on = True
         self.num_trials += 1

@@ -97,7 +97,9 @@ class PoolingDesk:
         self, facts: PoolingFacts, bare: GenerationRequest, pairs: Sequence[tuple[str, str]], instruction: str | None
     ) -> PairScores:
         if facts.num_outputs != 1:
-            raise InvalidRequestError("model", bare.model, f"has {facts.num_outputs} labels, and a score is one of one")
+            raise InvalidRequestError(
+                "model", bare.model, f"has {facts.num_outputs} labels, and scores need a model with one"
+            )
         if not facts.pair_template:
             limit = "has no prompt for pairs of texts: set model.score_template, with {query} and {document}"
             raise InvalidRequestError("model", bare.model, limit)

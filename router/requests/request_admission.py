@@ -185,7 +185,7 @@ class RequestAdmission:
         if (served := self.adapters.find(name)) is not None and served.model in dispatch.registry.statuses:
             return dispatch.registry.statuses[served.model]
         if dispatch.is_unknown_sleeper(name):
-            raise ReplicaError(f"model {name!r} was at rest; it is being started")
+            raise ReplicaError(f"model {name!r} was scaled to zero; it is being started")
         if not models:
             raise ReplicaError("no replica is up yet")
         names = tuple(one.name for one in models)
@@ -244,7 +244,7 @@ class RequestAdmission:
         """Refuses what is more than one tenant may have open."""
         most = self._limits.max_open_per_tenant
         if most is not None and self._open_answers.num_of(tenant) >= most:
-            message = f"its tenant has {most} open requests, which is the most (limits.max_open_per_tenant)"
+            message = f"its tenant has {most} open requests, the maximum (limits.max_open_per_tenant)"
             raise RateLimitError(message, OPEN_RETRY_S)
 
     async def sequence(

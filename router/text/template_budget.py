@@ -66,7 +66,7 @@ class Budget:
     def spend_text(self, length: int) -> None:
         """Charges a text, or a list, of that length."""
         if length > MAX_LENGTH:
-            raise SpentError(f"it makes a text or list of length {length}, and {MAX_LENGTH} is the most")
+            raise SpentError(f"it makes a text or list of length {length}; the maximum is {MAX_LENGTH}")
         self.spend(1 + length // CHARS_PER_STEP)
 
     def spend_parts(self, value: object, chars_per_step: int = 0) -> int:
@@ -309,7 +309,7 @@ def _check_operands(budget: Budget, operator: str, left: Any, right: Any) -> Non
     if isinstance(left, int) and isinstance(right, int) and operator in ("*", "**"):
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_BITS:
-            raise SpentError(f"it computes an integer of about {bits} bits, and {MAX_BITS} is the most")
+            raise SpentError(f"it computes an integer of about {bits} bits; the maximum is {MAX_BITS}")
 
 
 def _check_method(
@@ -335,7 +335,7 @@ def _check_widths(name: str, given: Iterable[Any]) -> None:
     for one in given:
         width = len(one) if isinstance(one, (str, bytes)) else one
         if isinstance(width, int) and abs(width) > (100 if name == "round" else MAX_WIDTH):
-            raise SpentError(f"it asks {name} for {width}, which exceeds the limit of the budget")
+            raise SpentError(f"it calls {name} with a width of {width}, which exceeds the limit of the budget")
 
 
 def _check_format(budget: Budget, pattern: Any, given: list[Any]) -> None:

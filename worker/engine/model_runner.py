@@ -187,9 +187,7 @@ class ModelRunner:
         if any(failed):
             ranks = ", ".join(str(rank) for rank, one in enumerate(failed) if one)
             reason = f": {error}" if error is not None else ""
-            raise ReplicaError(
-                f"other weights were not taken on rank {ranks} of {len(failed)} alone{reason}"
-            ) from error
+            raise ReplicaError(f"new weights were refused on rank {ranks} of {len(failed)} alone{reason}") from error
         return result
 
     @property
@@ -365,7 +363,7 @@ def _follow_reload(runner: ModelRunner, message: Message) -> None:
     try:
         runner.reload(*read_reload(message))
     except CallerError as error:  # all ranks refuse it, and the leader tells the caller
-        logger.info("weights are not taken: %s", error)
+        logger.info("the new weights were refused: %s", error)
 
 
 def _self_check(runner: ModelRunner, group: TensorParallelGroup, cache: BlockCache) -> bool:

@@ -103,7 +103,7 @@ def _read(given: str, path: Path, most: int) -> bytes:
     try:
         size = path.stat().st_size
         if size > most:
-            raise ConfigurationError(f"{given}: {path.name} has {size} bytes, and {most} are the most")
+            raise ConfigurationError(f"{given}: {path.name} has {size} bytes; the maximum is {most}")
         return path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{given}: {path.name} cannot be read ({error.strerror})") from error

@@ -63,7 +63,7 @@ def check_latents(config: WorkerConfig, model_type: str) -> None:
     family = FAMILIES.get(model_type)
     if config.cache.kv_cache_dtype == "int8" and config.model.executor != "hf" and family is not None and family.latent:
         reason = (
-            f"{model_type} keeps latents and turned keys of other magnitudes in one row, which has one scale in int8"
+            f"{model_type} caches latents and rotated keys, of different magnitudes, in a row with one scale in int8"
         )
         raise kv_cache_dtype_refused(config, reason)
 
@@ -87,13 +87,13 @@ def kv_cache_dtype_refused(config: WorkerConfig, reason: str, way_out: str = "")
     return ConfigurationError(f"cache.kv_cache_dtype = {wanted!r}: {reason}; leave --kv-cache-dtype at auto{ways}")
 
 
-_INDEXER: Final = "it has sparse attention, whose indexer is not there, which chooses 2,048 keys for each query"
+_INDEXER: Final = "it has sparse attention: the indexer that chooses 2,048 keys for each query is not implemented"
 _NOT_THERE: Final[Mapping[str, str]] = {
     "deepseek_v32": _INDEXER,
-    "deepseek_v4": "it has sparse attention, whose indexer is not there, nor are compressed keys and four streams",
-    "glm5_next": "it has sparse attention, whose indexer is not there, nor are Kimi Delta Attention and four streams",
+    "deepseek_v4": "it has sparse attention: its indexer, compressed keys and four streams are not implemented",
+    "glm5_next": "it has sparse attention: its indexer, Kimi Delta Attention and four streams are not implemented",
     "glm_moe_dsa": _INDEXER,
-    "kimi_linear": "it has Kimi Delta Attention, whose recurrence is not there, with a decay for each channel",
+    "kimi_linear": "it has Kimi Delta Attention: its recurrence with a decay for each channel is not implemented",
 }
 """Types of models that are known and not served, and the reason."""
 

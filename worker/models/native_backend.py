@@ -227,7 +227,7 @@ def _unfit(layout: DecoderLayout) -> str | None:
         else:
             size = 0 if attention is None else attention.head_dim
         if size > MAX_HEAD_DIM:
-            return f"heads have {size} dimensions, and {MAX_HEAD_DIM} are the most"
+            return f"heads have {size} dimensions; the maximum is {MAX_HEAD_DIM}"
         if isinstance(layer.mlp, Experts) and _is_uneven(layer.mlp):
             return "the expert that all tokens share is cut into other slices than the others"
     return None

@@ -61,7 +61,7 @@ def read_next_token(config: ModelConfig, folder: Path) -> NextTokenParts:
     raw = {**served_config(read_json(folder / "config.json"), folder), **config.config_changes}
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None or family.next_token is None:
-        raise _refused(config, f"model type {raw.get('model_type')} has no next-token layer that is read")
+        raise _refused(config, f"model type {raw.get('model_type')} has no supported next-token (MTP) layer")
     try:
         stated = read_stated_config(raw, config.hf_overrides)
         base = family.next_token.base(stated)

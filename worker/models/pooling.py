@@ -370,7 +370,7 @@ def _numbers(path: Path, name: str, rows: Sequence[int] | None = None) -> Row | 
         return None
     stored = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}.get(entry["dtype"])
     if stored is None:
-        raise ConfigurationError(f"{path}: {name} is of type {entry['dtype']}, and F32, F16 or BF16 are read")
+        raise ConfigurationError(f"{path}: {name} is of type {entry['dtype']}; must be F32, F16 or BF16")
     values = np.memmap(path, stored, "r", start + entry["data_offsets"][0], tuple(entry["shape"]))
     taken = np.array(values if rows is None else values[list(rows)])
     return (

@@ -62,7 +62,7 @@ def mapped_tensors(folder: Path, others: str | None = None) -> dict[str, MappedT
                 raise ConfigurationError(f"{where} is also in {found[name].file}")
             dtype = DTYPES.get(entry["dtype"])
             if dtype is None:
-                raise ConfigurationError(f"{where} is of type {entry['dtype']}, which is not read")
+                raise ConfigurationError(f"{where} is of type {entry['dtype']}, which is not supported")
             shape, (first, end) = tuple(entry["shape"]), entry["data_offsets"]
             strides = torch.empty(shape, device="meta").stride()
             try:

@@ -303,7 +303,7 @@ def _check_dtypes(path: Path, given: str, dtypes: Mapping[str, tuple[str, int]])
         is_weight = name.endswith(("weight", "_proj")) or (name.endswith("bias") and num_dims == 1)
         if is_weight and dtype not in _READ_DTYPES:
             raise ConfigurationError(
-                f"{given}: {name} in {path.name} is of type {dtype}, and weights are read of the types "
+                f"{given}: {name} in {path.name} is of type {dtype}; supported types are "
                 f"{', '.join(_READ_DTYPES)}; give the checkpoint that is not quantized"
             )
 

@@ -83,9 +83,9 @@ class BlockExchange:
         movers, sendings = self._replica.movers, self._replica.engine.tier.sendings
         assert movers is not None, "it was looked at"
         if not sendings.has_room:
-            return engine_pb2.SendBlocksResponse(refusal="it sends to too many others")
+            return engine_pb2.SendBlocksResponse(refusal="it sends to too many replicas already")
         if not (found := names if waits else sendings.found(names)):
-            return engine_pb2.SendBlocksResponse(refusal="it has none of them any more")
+            return engine_pb2.SendBlocksResponse(refusal="it has evicted these blocks")
         addresses = movers.listen(self._host)
         if not addresses:
             return engine_pb2.SendBlocksResponse(refusal="it cannot listen")
@@ -149,7 +149,7 @@ class BlockExchange:
                 self._replica.engine.between_steps(lambda: self._replica.engine.tier.take_pins(prefixes, address))
         except (grpc.aio.AioRpcError, HoldfastError, _Refused) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-            logger.info("the replica at %s hands no pins on: %s", address, reason)
+            logger.info("the replica at %s does not hand over its pinned prefixes: %s", address, reason)
         finally:
             self._leaving.discard(address)
 

@@ -30,7 +30,9 @@ def main() -> None:
     if hangs(leader, sys.stdin.fileno(), limit_s):
         whom = "it and its ranks" if ranks else "it"
         now = time.strftime("%Y-%m-%d %H:%M:%S")
-        print(f"{now} no beat of process {leader.pid} for {limit_s:g} s: ending {whom}", file=sys.stderr, flush=True)
+        print(
+            f"{now} no heartbeat of process {leader.pid} for {limit_s:g} s: ending {whom}", file=sys.stderr, flush=True
+        )
     end([leader, *ranks])
 
 

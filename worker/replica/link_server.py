@@ -50,7 +50,7 @@ SERVER_OPTIONS = (
 
 SERVICE: Final = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
 
-REFUSED: Final = "this replica is not of the caller's cluster: it asks for another token"
+REFUSED: Final = "this replica is part of another cluster: the token is not the caller's"
 
 Context: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.LinkRequest, engine_pb2.LinkResponse]"
 
@@ -301,7 +301,7 @@ class RouterLink:
         if self._on_kill is None:
             logger.warning("a router asked this process to end, and router.killable is off: ignored")
             return
-        logger.warning("this process ends by a router's order")
+        logger.warning("a router ordered this process to end")
         self._on_kill()
 
     def _submit(self, submit: engine_pb2.Submit) -> None:

@@ -52,7 +52,7 @@ class ProbeLoop:
         try:
             self._look()
         except Exception:
-            logger.warning("%s: a look has failed", self._thread.name, exc_info=True)
+            logger.warning("%s: a probe failed", self._thread.name, exc_info=True)
 
 
 @contextmanager

@@ -72,14 +72,20 @@ class AdminEndpoints:
     """The endpoints, for the application's table of routes."""
 
     bodies: ClassVar[dict[str, tuple[type[Reads], str]]] = {
-        "/admin/replicas/{replica_id}/drain": (OrderBody, "Nothing new goes to a replica; what runs there moves."),
-        "/admin/replicas/{replica_id}/undrain": (OrderBody, "A drained replica gets requests again."),
-        "/admin/replicas/{replica_id}/kill": (OrderBody, "Its process ends at once; only where router.killable is on."),
-        "/admin/pause": (PauseBody, "New requests of a model wait, or are refused."),
-        "/admin/resume": (ResumeBody, "A paused model goes on."),
-        "/admin/log-level": (LogLevelBody, "How much routers and replicas log."),
-        "/v1/load_lora_adapter": (LoadAdapterBody, "An adapter is served under a name of its own."),
-        "/v1/unload_lora_adapter": (UnloadAdapterBody, "An adapter's name means nothing any more."),
+        "/admin/replicas/{replica_id}/drain": (
+            OrderBody,
+            "Drains a replica: it gets no new requests, and its running requests move.",
+        ),
+        "/admin/replicas/{replica_id}/undrain": (OrderBody, "Puts a drained replica back into service."),
+        "/admin/replicas/{replica_id}/kill": (
+            OrderBody,
+            "Kills a replica's process; only where router.killable is on.",
+        ),
+        "/admin/pause": (PauseBody, "Pauses a model: its new requests wait, or are refused."),
+        "/admin/resume": (ResumeBody, "Resumes a paused model."),
+        "/admin/log-level": (LogLevelBody, "Sets the log level of routers and replicas."),
+        "/v1/load_lora_adapter": (LoadAdapterBody, "Serves a LoRA adapter under a name of its own."),
+        "/v1/unload_lora_adapter": (UnloadAdapterBody, "Unloads a LoRA adapter."),
     }
 
     def __init__(

@@ -39,7 +39,7 @@ _READS: Final = {
     "/v1/models": "The models that are served.",
     "/version": "The version of the server.",
     "/load": "Open requests, and the load of each replica.",
-    "/cluster": "Replicas, what waits, and recent events of replicas. For operators.",
+    "/cluster": "Replicas, queue lengths and recent events. For operators.",
 }
 _ERRORS: Final = {
     "400": "a field is wrong; the message names it",
@@ -126,7 +126,7 @@ _STORED: Final[Mapping[str, Mapping[str, tuple[str, tuple[tuple[str, str], ...]]
     },
     "/v1/files": {"get": ("Stored files, in pages.", (*_PAGED, ("purpose", "string")))},
     "/v1/files/{file_id}": {"get": ("A stored file.", ()), "delete": ("Deletes a file.", ())},
-    "/v1/files/{file_id}/content": {"get": ("What a file holds.", ())},
+    "/v1/files/{file_id}/content": {"get": ("The content of a file.", ())},
     "/v1/batches": {"get": ("Batches, in pages.", _PAGED)},
     "/v1/batches/{batch_id}": {"get": ("A batch, with its counts.", ())},
     "/v1/batches/{batch_id}/cancel": {"post": ("Ends a batch; results so far are kept.", ())},

@@ -100,7 +100,7 @@ def test_windows_lie_one_after_the_other():
     [
         ((1, 1, 100, 64), "--context 1: must be from 2 to 63"),
         ((64, 1, 100, 64), "--context 64: must be from 2 to 63"),
-        ((512, -1, 49152, 8192), "--context 512: with 49152 log-probabilities a token, 85 tokens are the most"),
+        ((512, -1, 49152, 8192), "--context 512: with 49152 log-probabilities a token, the maximum is 85 tokens"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, said):

@@ -200,7 +200,7 @@ def test_weights_that_some_ranks_alone_take_end_the_replica(failing, folder, mon
     if len(failing) == 2:
         assert (of_leader, of_follower) == ("this rank has not got the folder", None)
     else:
-        said = f"were not taken on rank {failing.copy().pop()} of 2 alone"
+        said = f"were refused on rank {failing.copy().pop()} of 2 alone"
         assert said in of_leader
         assert said in of_follower
 

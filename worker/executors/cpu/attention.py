@@ -27,7 +27,7 @@ def unfit(specs: Sequence[KVSpec]) -> str | None:
     """Part of a model's attention layers that the library does not run; None: it runs all."""
     widest = max(max(spec.key_dim, spec.value_dim) for spec in specs)
     if widest > MAX_HEAD_DIM:
-        return f"heads have {widest} dimensions, and {MAX_HEAD_DIM} are the most"
+        return f"heads have {widest} dimensions; the maximum is {MAX_HEAD_DIM}"
     return None
 
 

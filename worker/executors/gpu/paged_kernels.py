@@ -40,10 +40,10 @@ def unfit(specs: Sequence[KVSpec]) -> str | None:
     """Part of a model's attention layers that these kernels do not run; None: they run all."""
     widest = max(max(spec.key_dim, spec.value_dim) for spec in specs)
     if widest > MAX_HEAD_DIM:
-        return f"has heads of {widest} dimensions, and {MAX_HEAD_DIM} are the most on a GPU"
+        return f"has heads of {widest} dimensions; the maximum on a GPU is {MAX_HEAD_DIM}"
     largest = max(spec.num_heads // spec.num_kv_heads for spec in specs)
     if largest > MAX_GROUP:
-        return f"shares a KV head among {largest} query heads, and {MAX_GROUP} are the most on a GPU"
+        return f"shares a KV head among {largest} query heads; the maximum on a GPU is {MAX_GROUP}"
     return None
 
 

@@ -98,7 +98,7 @@ def unfit_mixture(experts: Experts) -> str | None:
     """Part of a mixture that the kernels do not take; None: they take all."""
     shared, first = experts.shared, experts.experts[0]
     if len(experts.experts) > MOST_EXPERTS:
-        return f"it has {len(experts.experts)} experts, and {MOST_EXPERTS} are the most"
+        return f"it has {len(experts.experts)} experts; the maximum is {MOST_EXPERTS}"
     if shared is not None and (shared.num_slices != first.num_slices or shared.down.bias is not None):
         return "the expert that all tokens share is cut into other slices than the others"
     if (
@@ -273,7 +273,7 @@ def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> 
         if attention.has_gate:
             return "outputs of attention have gates, which the kernels do not apply"
         if attention.head_dim > 256:
-            return f"heads have {attention.head_dim} dimensions, and 256 are the most"
+            return f"heads have {attention.head_dim} dimensions; the maximum is 256"
     if len(groups) > 1 or max(groups) > 64:
         return f"KV heads are shared by {sorted(groups)} query heads: one number, at most 64, is the limit"
     return None

@@ -236,7 +236,7 @@ def architecture_of(header: Header) -> Architecture:
     found = ARCHITECTURES.get(str(name))
     if found is None:
         known = ", ".join(sorted([*ARCHITECTURES, *HYBRIDS]))
-        raise NotUnderstood(f"is of architecture {name!r}, and GGUF files are read of {known}")
+        raise NotUnderstood(f"has architecture {name!r}; supported architectures of GGUF files are {known}")
     return _MIXTRAL if found.model_type == "llama" and header.metadata.get("llama.expert_count") else found
 
 
@@ -247,7 +247,7 @@ def hf_config(header: Header) -> dict[str, Any]:
         return hybrid_config(metadata, _dtype(header))
     architecture = architecture_of(header)
     if metadata.get("expert_count") and not architecture.has_experts:
-        raise NotUnderstood(f"has experts, which are not read of files of architecture {metadata.architecture}")
+        raise NotUnderstood(f"has experts, which are not supported for architecture {metadata.architecture}")
     heads, hidden = metadata.count("attention.head_count"), metadata.count("embedding_length")
     table = header.tensors.get("token_embd.weight")
     if table is None or len(table.shape) != 2:

@@ -55,9 +55,9 @@ def mixtral_experts(metadata: Metadata) -> dict[str, Any]:
 def _count(metadata: Metadata) -> int:
     """Raises `NotUnderstood` for experts that are chosen in another way."""
     if metadata.get("expert_gating_func", _SOFTMAX) != _SOFTMAX:
-        raise NotUnderstood(f"chooses experts by the function {metadata.get('expert_gating_func')}, and 1 is read")
+        raise NotUnderstood(f"has expert_gating_func {metadata.get('expert_gating_func')}; only 1 is supported")
     if metadata.get("expert_weights_scale", 1.0) not in (0.0, 1.0):
-        raise NotUnderstood("scales the weights of experts, which is not read")
+        raise NotUnderstood("scales the weights of experts, which is not supported")
     return metadata.count("expert_count")
 
 

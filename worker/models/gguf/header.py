@@ -166,8 +166,8 @@ def _check_kinds(tensors: Mapping[str, StoredTensor], given: str, path: Path) ->
     if others:
         kinds = ", ".join(sorted({tensor.kind for tensor in others})[:8])
         raise ConfigurationError(
-            f"{given}: {path.name} has {len(others)} tensors of type {kinds}, such as {others[0].name[:64]}; the types "
-            f"that are read are {', '.join(READ_KINDS)}: give a file of the model in one of these, as Q4_K_M or Q8_0"
+            f"{given}: {path.name} has {len(others)} tensors of type {kinds}, such as {others[0].name[:64]}; the "
+            f"supported types are {', '.join(READ_KINDS)}: give a file of the model in one of these, as Q4_K_M or Q8_0"
         )
 
 

@@ -91,7 +91,7 @@ def lfm2(metadata: Metadata) -> dict[str, Any]:
 def granite_hybrid(metadata: Metadata) -> dict[str, Any]:
     """Entries of `GraniteMoeHybridConfig`."""
     if metadata.get("rope.scaling.finetuned"):
-        raise NotUnderstood("rotates queries and keys beside Mamba2 layers (Bamba), which is not read")
+        raise NotUnderstood("rotates queries and keys beside Mamba2 layers (Bamba), which is not supported")
     found = _attention(metadata)
     experts = metadata.count("expert_count") if metadata.get("expert_count") else 0
     head_dim = metadata.count("embedding_length") // found["num_attention_heads"]
@@ -138,7 +138,7 @@ def nemotron_h(metadata: Metadata) -> dict[str, Any]:
 
 def _routed_nemotron(metadata: Metadata) -> dict[str, Any]:
     if metadata.get("expert_gating_func", _SIGMOID) != _SIGMOID:
-        raise NotUnderstood(f"chooses experts by the function {metadata.get('expert_gating_func')}, and 2 is read")
+        raise NotUnderstood(f"has expert_gating_func {metadata.get('expert_gating_func')}; only 2 is supported")
     shared = _rows(metadata, "ffn_up_shexp.weight")
     inner = metadata.header.tensors[_first(metadata, "ffn_up_exps.weight")].shape[1]
     return _groups_of_experts(metadata) | {
@@ -235,7 +235,7 @@ def model_type_of_latents(metadata: Metadata) -> str:
     """DeepSeek V2 chooses experts by softmax, V3, Kimi K2 and GLM-4.7-Flash by sigmoid scores."""
     chosen = metadata.get("expert_gating_func", _SOFTMAX)
     if chosen not in (_SOFTMAX, _SIGMOID):
-        raise NotUnderstood(f"chooses experts by the function {chosen}, and 1 and 2 are read")
+        raise NotUnderstood(f"has expert_gating_func {chosen}; only 1 and 2 are supported")
     return "deepseek_v2" if chosen == _SOFTMAX else "deepseek_v3"
 
 

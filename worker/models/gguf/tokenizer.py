@@ -69,7 +69,7 @@ class GgufTokenizer:
         elif kind == "llama":
             self.tokenizer = self._sentencepiece()
         else:
-            raise NotUnderstood(f"has a tokenizer of kind {kind!r}, and the kinds gpt2 and llama are read")
+            raise NotUnderstood(f"has a tokenizer of kind {kind!r}; supported kinds are gpt2 and llama")
         self._add_tokens()
         self._add_ends()
 

@@ -34,7 +34,7 @@ class Metadata:
         if value is _NEEDED:
             raise NotUnderstood(f"lacks the key {self.architecture}.{key}")
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise NotUnderstood(f"has {self.architecture}.{key} = {str(value)[:100]}, and a number above 0 is read")
+            raise NotUnderstood(f"has {self.architecture}.{key} = {str(value)[:100]}: must be a number above 0")
         return value
 
     def number(self, key: str, default: Any = _NEEDED) -> float:
@@ -43,7 +43,7 @@ class Metadata:
         if value is _NEEDED:
             raise NotUnderstood(f"lacks the key {self.architecture}.{key}")
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
-            raise NotUnderstood(f"has {self.architecture}.{key} = {str(value)[:100]}, and a number above 0 is read")
+            raise NotUnderstood(f"has {self.architecture}.{key} = {str(value)[:100]}: must be a number above 0")
         return float(value)
 
     def of_some_layers(self, key: str) -> int:
@@ -53,7 +53,7 @@ class Metadata:
             return self.count(key)
         found = sorted({one for one in value if one})
         if len(found) != 1 or not isinstance(found[0], int) or found[0] < 0:
-            raise NotUnderstood(f"has {self.architecture}.{key} = {str(value)[:100]}, and one number above 0 is read")
+            raise NotUnderstood(f"has {self.architecture}.{key} = {str(value)[:100]}: must be one number above 0")
         return found[0]
 
     @property

@@ -114,7 +114,7 @@ class _Reader:
             "mxfp4": self._mxfp4,
         }
         if method not in readers:
-            self._refuse(f"by the method {method!r}, which is not read")
+            self._refuse(f"by the method {method!r}, which is not supported")
         return readers[method]()
 
     def _refuse(self, reason: str) -> NoReturn:
@@ -123,26 +123,26 @@ class _Reader:
     def _one_of(self, found: Mapping[str, Any], key: str, values: Sequence[Any], default: Any = None) -> Any:
         value = found.get(key, default)
         if not any(type(value) is type(one) and value == one for one in values):
-            self._refuse(f"with {key} = {str(value)[:100]!r}, of which {', '.join(map(str, values))} are read")
+            self._refuse(f"with {key} = {str(value)[:100]!r}; supported: {', '.join(map(str, values))}")
         return value
 
     def _group_size(self, found: Mapping[str, Any], key: str = "group_size") -> int | None:
         """Inputs that share a scale; None for -1: all of them."""
         size = found.get(key)
         if type(size) is not int or (size <= 0 and size != -1):
-            self._refuse(f"with {key} = {str(size)[:100]!r}, and -1 or a number above 0 is read")
+            self._refuse(f"with {key} = {str(size)[:100]!r}; must be -1 or a number above 0")
         return None if size == -1 else size
 
     def _block(self, value: Any, key: str) -> tuple[int, int]:
         if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
-            self._refuse(f"with {key} = {str(value)[:100]!r}, and two numbers above 0 are read")
+            self._refuse(f"with {key} = {str(value)[:100]!r}; must be two numbers above 0")
         return value[0], value[1]
 
     def _names(self, *keys: str) -> tuple[str, ...]:
         """A list of modules, under one of these keys."""
         value: Any = next((self._found[key] for key in keys if self._found.get(key) is not None), [])
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-            self._refuse(f"with {keys[0]} = {str(value)[:100]!r}, and a list of names is read")
+            self._refuse(f"with {keys[0]} = {str(value)[:100]!r}; must be a list of names")
         for name in value:
             self._check_pattern(name)
         return tuple(value)
@@ -168,7 +168,7 @@ class _Reader:
         found = self._found
         form = self._one_of(found, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
         if found.get("is_marlin_format"):
-            self._refuse("in Marlin's layout, which is not read")
+            self._refuse("in Marlin's layout, which is not supported")
         scheme = WeightScheme(
             layout=Layout.GPTQ,
             bits=self._one_of(found, "bits", _PACKED_BITS),
@@ -186,7 +186,7 @@ class _Reader:
         skipped: list[str] = []
         found = self._found.get("dynamic") or {}
         if not isinstance(found, Mapping):
-            self._refuse(f"with dynamic = {str(found)[:100]!r}, and a mapping is read")
+            self._refuse(f"with dynamic = {str(found)[:100]!r}; must be a mapping")
         for pattern, values in found.items():
             target = "re:" + str(pattern).removeprefix("-:").removeprefix("+:")
             self._check_pattern(target)
@@ -225,7 +225,7 @@ class _Reader:
         sparse = found.get("sparsity_config") or {}
         form = sparse.get("format", "dense") if isinstance(sparse, Mapping) else sparse
         if form != "dense":
-            self._refuse(f"and sparse ({str(form)[:40]}), which is not read")
+            self._refuse(f"and sparse ({str(form)[:40]}), which is not supported")
         transforms = found.get("transform_config") or {}
         if not isinstance(transforms, Mapping) or transforms.get("config_groups"):
             self._refuse("with transforms of activations (transform_config), which are not computed")

@@ -253,4 +253,4 @@ def test_layers_of_different_kinds_share_a_step():
 
 def test_heads_of_too_many_dimensions_are_refused():
     assert unfit([PLAIN, SPECS["widest"]]) is None
-    assert unfit([PLAIN, replace(PLAIN, key_dim=584)]) == "heads have 584 dimensions, and 576 are the most"
+    assert unfit([PLAIN, replace(PLAIN, key_dim=584)]) == "heads have 584 dimensions; the maximum is 576"

@@ -84,7 +84,7 @@ def test_a_type_that_has_no_name(written, tmp_path):
         ({"general.architecture": "rwkv6"}, ("rwkv6", "granite, granitehybrid")),
         ({"llama.expert_count": 4}, ("lacks the key llama.expert_used_count",)),
         ({"llama.expert_count": 4, "llama.expert_used_count": 2}, ("blk.0.ffn_",)),
-        ({"llama.expert_count": 4, "llama.expert_gating_func": 2}, ("chooses experts by the function 2",)),
+        ({"llama.expert_count": 4, "llama.expert_gating_func": 2}, ("has expert_gating_func 2",)),
         ({"llama.block_count": 3}, ("lacks", "blk.2.")),
         ({"llama.block_count": 1}, ("has a tensor blk.1.",)),
         ({"llama.feed_forward_length": 100}, ("ffn_down.weight", "(64, 100)")),

@@ -97,7 +97,7 @@ class TestMistakes:
     [
         ("granite, dense", {"granitehybrid.rope.scaling.finetuned": True}, "Bamba"),
         ("deepseek v3", {"deepseek2.attention.key_length": 16}, "absorbed form; convert it again"),
-        ("deepseek v3", {"deepseek2.expert_gating_func": 3}, "chooses experts by the function 3"),
+        ("deepseek v3", {"deepseek2.expert_gating_func": 3}, "has expert_gating_func 3"),
         ("qwen3.5", {"qwen35.ssm.group_count": 3}, "3 key heads and 8 value heads"),
         ("lfm2", {"lfm2.shortconv.l_cache": 0}, "shortconv.l_cache = 0"),
         ("mamba2", {"mamba2.ssm.time_step_rank": 7}, "in 7 heads of Mamba2"),
