@@ -1,4 +1,5 @@
-"""Router losses: which requests a router was reading when it ended, as routers and clients tell each other of it.
+"""Router losses: the requests that a router was reading when it ended, as routers and clients report them to each
+other.
 
 Plain data.
 """

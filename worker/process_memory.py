@@ -1,4 +1,5 @@
-"""Memory that the machine, or the container around this process, can still give, and what ended for want of it.
+"""Available memory of the machine or of the container around this process, and processes that the kernel's OOM killer
+ended.
 
 A container is a control group (cgroup v2, or the memory controller of v1); each group around this process bounds it. It
 needs no torch.

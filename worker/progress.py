@@ -1,5 +1,5 @@
-"""Progress: the reports of what takes long; a counter that moves inside a step, and the rule that calls an engine
-frozen by it.
+"""Progress: reports of long operations, a counter that moves within a step, and the rule by which an engine counts as
+frozen.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Special tokens of a model's folder: those that its settings call so, also where its tokenizer.json does not."""
+"""Special tokens of a model's folder: those of tokenizer_config.json, also where tokenizer.json does not mark them."""
 
 import json
 from pathlib import Path

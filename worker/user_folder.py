@@ -1,4 +1,5 @@
-"""Folder of this user's files that outlive a process: layouts that were kept, libraries that were compiled, notes."""
+"""Folder of this user's files that outlive a process: converted GGUF folders, compiled libraries, notes of running
+clusters."""
 
 import os
 import tempfile

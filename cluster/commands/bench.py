@@ -1,4 +1,4 @@
-"""Command `holdfast bench`: a load on a server, ours or another's, and what its clients would see."""
+"""Command `holdfast bench`: puts a load on any server, and reports latency and throughput as its clients see them."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Flags of `holdfast bench`, and the plan and the sampling parameters that they say."""
+"""Flags of `holdfast bench`, and the plan and sampling parameters made from them."""
 
 import json
 import time

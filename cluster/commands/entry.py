@@ -1,7 +1,7 @@
-"""Entry of the `holdfast` command: what Ctrl-C means before the command line is imported, and after its command ends.
+"""Entry of the `holdfast` command: handles Ctrl-C before the command line is imported and after its command ends.
 
-Python answers Ctrl-C with a traceback of whatever it imports; here it is one line and the usual exit code. Little is
-imported before `main`, for that is not covered.
+Python would print a traceback of its imports; this prints one line and exits with 130. Imports before `main` are not
+covered, so they are few.
 """
 
 import os

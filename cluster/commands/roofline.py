@@ -1,4 +1,4 @@
-"""Roofline for people: what the steps of a model should take on a GPU that need not be here."""
+"""Roofline of a model as a table: expected times of its steps on a GPU, by the GPU's published figures."""
 
 from pathlib import Path
 from typing import Any

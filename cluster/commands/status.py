@@ -1,5 +1,5 @@
-"""Commands `holdfast status`, whether a cluster is well: its routers, models, replicas, load and caches; and `holdfast
-stats`, the statistics of its replicas.
+"""Commands `holdfast status`, the health of a cluster (routers, models, replicas, load, caches), and `holdfast stats`,
+the statistics of its replicas.
 """
 
 import asyncio

@@ -1,4 +1,5 @@
-"""Flag table, `flags.json`: what help, parsing and completion need to know of settings and sampling parameters.
+"""Flag table, `flags.json`: names, types, defaults and help texts of settings and sampling parameters, for help,
+parsing and completion.
 
 The declarations take pydantic and a quarter of a second; the table of them takes a millisecond.
 """

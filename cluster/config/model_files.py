@@ -1,6 +1,6 @@
-"""Files of a model, looked at before anything is loaded: a wrong folder, hub id or `--tp` is found at once.
+"""Checks of a model's files before anything is loaded: a wrong folder, hub id or `--tp` is found at once.
 
-It needs no torch: what only loading can see, loading says.
+It needs no torch. Errors that only loading can find are reported by loading.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Relay of one request through the front: to a router, to another one when that is lost, and the answer to the client.
 
-Which submission is sent and what is handed on is `HeldCall`'s business, as in `HoldingTransport`.
+`HeldCall` decides which submission is sent and which bytes the client gets, as in `HoldingTransport`.
 """
 
 import asyncio

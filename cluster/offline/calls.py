@@ -1,6 +1,4 @@
-"""Calls of `LLM`: prompts and arguments as callers give them, vLLM's for what is not here among them, and the requests
-of one call, which run together.
-"""
+"""Calls of `LLM`: prompts and arguments in vLLM's forms, and the requests of one call, which run together."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""HTTP API of a router of this process that nothing listens for: called as an ASGI application."""
+"""HTTP API of a router in this process, without a port: called as an ASGI application."""
 
 import asyncio
 from collections.abc import AsyncIterator

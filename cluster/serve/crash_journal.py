@@ -1,4 +1,5 @@
-"""Crash journals of the routers of one machine: what each reads lies in a file that the end of its process leaves.
+"""Crash journals of the routers of one machine: each notes the requests that it is reading in a file that outlives its
+process.
 
 A file is mapped into the memory of its router, so that a note costs no call and outlives SIGKILL. The other routers of
 the machine watch the process, and one that starts later finds the file.

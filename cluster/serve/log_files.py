@@ -1,6 +1,4 @@
-"""Log files of a cluster on this machine: Ray keeps what each process wrote,
-and names it by nothing that people know.
-"""
+"""Log files of a cluster on this machine: finds them in Ray's session folders, which name them by worker ids."""
 
 import json
 import logging

@@ -1,7 +1,7 @@
 """Models of a running cluster: each is a Serve application of its own, beside the one with routers and directory.
 
-So one can come or go without touching the others: its replicas find the cluster by its directory, and routers find them
-there.
+So a model can be added or removed without touching the others: its replicas register in the cluster's directory, and
+routers find them there.
 """
 
 import json

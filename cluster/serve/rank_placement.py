@@ -1,4 +1,4 @@
-"""Placement of a model's ranks: what each takes of a node, on nodes with which labels, and what is warned of."""
+"""Placement of a model's ranks: resources and node labels of each rank, and warnings about slow placements."""
 
 import logging
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Security of a cluster: its settings and its token, and what each port makes of them."""
+"""Security of a cluster: settings, token, and the credentials of each port."""
 
 import secrets
 import time

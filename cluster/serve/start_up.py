@@ -1,4 +1,4 @@
-"""Start-up of a cluster or a model: who is up, what is shown of the others meanwhile, and when to wait no longer."""
+"""Start-up of a cluster or a model: its processes that are up, the progress that is shown, and the time limit."""
 
 import time
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Company of a model: adapters beside it, and faults of the server while streams are open."""
+"""Checks of a model beside others: adapters, and faults of the server while streams are open."""
 
 from collections.abc import Sequence
 from typing import Final

@@ -1,4 +1,4 @@
-"""Exchange with a server under audit: what is asked, and what came back, read from JSON or from server-sent events."""
+"""Exchange with an audited server: requests, and answers read from JSON or from server-sent events."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Purity: whether a request gets one answer, whatever happens around it, at temperature 0 and with seeds.
+"""Purity: whether equal requests get equal answers in every situation, at temperature 0 and with seeds.
 
 Known answers of a prompt are those that it got alone. A situation differs if its answer is none of them. A prompt whose
 answers vary when alone is compared no further, so a server is blamed for that only.

@@ -1,4 +1,4 @@
-"""Connection guard of a router: what its APIs tell of their connections, and the task that closes those cut off."""
+"""Connection guard of a router: the connections of its APIs, and the task that closes those beyond their budgets."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Intake of a router's APIs: the lease of each request, which it has from its first byte until its answer is over."""
+"""Intake of a router's APIs: the byte lease of each request, from its first byte to the end of its answer."""
 
 import asyncio
 from collections.abc import Callable, Iterator

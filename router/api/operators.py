@@ -1,4 +1,4 @@
-"""Operators' calls, whatever API they come by: who may make them, what each orders, and a state dump."""
+"""Operators' calls of every API: permission, effect, and a state dump."""
 
 import asyncio
 import json

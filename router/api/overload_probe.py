@@ -1,4 +1,4 @@
-"""Overload probe: measures what a router uses, and does what its overload manager says. The shell around
+"""Overload probe: measures a router's resources, and takes the actions of its overload manager. The shell around
 `overload_watch.py`.
 """
 

@@ -1,7 +1,7 @@
 """Outages: how long requests wait for a replica of a model that has none, and the error that they get after that.
 
-It is the same wait whether the replicas were lost or the model is at rest, where the first request wakes it; only the
-limits differ.
+The wait is the same whether the replicas were lost or the model is scaled to zero, where the first request starts a
+replica; only the limits differ.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Placement: assigns waiting requests to replicas, and moves requests off replicas that are lost or retire."""
+"""Placement: assigns waiting requests to replicas, and moves requests off replicas that are lost or being drained."""
 
 from collections.abc import Iterator
 from itertools import chain

@@ -1,4 +1,4 @@
-"""The states of an open request, and what leads from one to the next: a table, and nothing that has data.
+"""States of an open request and their transitions, as a table without data.
 
                 SEND      OUTPUT    CLEAR    GIVE_BACK  LOSE      SUSPECT  MOVE      SUSPEND    CONTINUE  FINISH
     QUEUED      SENT

@@ -1,4 +1,4 @@
-"""Versions of a model that is being updated: which part of its new requests goes to a canary, and what came of each."""
+"""Versions of a model that is being updated: share of new requests for the canary, and outcomes by version."""
 
 import hashlib
 from dataclasses import dataclass

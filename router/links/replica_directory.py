@@ -1,4 +1,4 @@
-"""Service discovery: how a router learns which replicas there are. Deployments implement `ReplicaDirectory`.
+"""Service discovery: the replicas that a router connects to. Deployments implement `ReplicaDirectory`.
 
 A directory names the replicas that should run and their addresses, and the models that were taken away. Whether a
 replica is up, a router finds out over the link.

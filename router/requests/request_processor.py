@@ -1,5 +1,5 @@
-"""Request processor: opens clients' requests on the dispatch host, and answers what they ask about text. And the
-pipeline around it, as a served router, offline inference and a replica with vLLM's protocol have it.
+"""Request processor: opens clients' requests on the dispatch host, and serves tokenization. And the pipeline around it,
+which a served router, offline inference and a replica with vLLM's protocol share.
 """
 
 import asyncio

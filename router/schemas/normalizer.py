@@ -1,8 +1,8 @@
 """JSON schema normalizer: a schema as a client writes it becomes one that llguidance enforces as it stands.
 
-Each keyword has its row in `_KEYWORDS`: what can be written so that llguidance enforces it is rewritten, what says
-nothing is dropped, and what cannot be enforced is refused by `SchemaError`, which names the place. Every API comes
-here, for `structured_outputs.json` and for the parameters of tools.
+Each keyword has its row in `_KEYWORDS`: keywords that llguidance enforces in another form are rewritten, keywords
+without effect are dropped, and the others are refused by `SchemaError`, which names the place. Every API uses it, for
+`structured_outputs.json` and for the parameters of tools.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Gate of a router: authenticates callers and knows their rights. Every API asks it once for each request. A core
+"""Gate of a router: authenticates callers and knows their rights. Every API calls it once for each request. A core
 without IO.
 
 An API passes the presented credentials (`enter`); from there on the caller is a context variable of the request's task,

@@ -1,4 +1,4 @@
-"""Job store: what is to be computed for stored objects, each job leased to one router at a time.
+"""Job store: background computations of stored objects, each leased to one router at a time.
 
 A job is a background response, or a line of a batch. A router that has jobs renews their leases. Once a lease has run
 out, because the router or the whole cluster has ended, any router claims the job; a response goes on after what is

@@ -1,5 +1,5 @@
-"""Messages in the form that one chat template takes: nothing of them is refused or silently dropped that can be said in
-another way.
+"""Chat messages rewritten for one chat template: content that the template would refuse or silently drop is moved to
+where it takes it.
 
 A pure function of the messages and the template's traits.
 """

@@ -1,6 +1,6 @@
 """Traits of a chat template: which messages it shows, found by rendering short chats once per template.
 
-A template says nowhere what it takes, and refuses or silently drops the rest.
+A template does not declare what it accepts, and refuses or silently drops the rest.
 """
 
 import json

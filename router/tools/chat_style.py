@@ -1,6 +1,4 @@
-"""Chat style of a model: in which formats its chat template writes tool calls and reasoning,
-and how to read them back.
-"""
+"""Chat style of a model: the formats of tool calls and reasoning in its chat template, and their parsers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Reasoning splitter: tells what a model thinks from what it answers, as the text comes.
+"""Reasoning splitter: separates a model's reasoning from its answer while the text arrives.
 
 White space around the reasoning belongs to the tags and is dropped.
 """

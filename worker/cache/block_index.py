@@ -1,8 +1,8 @@
 """Index of a block store, in SQLite: where each block is, and the names of blocks that requests have asked to keep.
 
-Of those it says for which tenant and until when. A block need not be stored yet when its name is kept. What is kept is
-moved on when its segment is deleted, within a share of the store for each tenant: beyond it those give way that were
-kept or renewed longest ago. These times are of the wall clock, for the store outlives its host.
+A kept name has a tenant and an expiry time; its block may be stored later. When a segment is deleted, its kept blocks
+move to another segment, within a share of the store for each tenant: above the share, the least recently kept are
+dropped. Times are of the wall clock, because the store outlives its host.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Pins: cached blocks that requests have asked to keep for a time, by tenant, within a budget each.
 
-A pin is a wish about the order of eviction. It takes no block from a sequence that runs: pinned blocks count as free,
-and the allocator evicts them after all others.
+A pin changes the order of eviction only. It takes no block from a running sequence: pinned blocks count as free, and
+the allocator evicts them after all others.
 """
 
 from collections import OrderedDict

@@ -1,7 +1,7 @@
 """Sealing of blocks: the digest that every block is stored with, and encryption where a key is given.
 
 A seal covers the block's name too, so that a block is never taken for another. Without a key it is a SHA-256, which
-tells damage and no forgery. With one, blocks are encrypted by AES-256-GCM, whose tag is the digest, and names, which
+detects damage, not forgery. With one, blocks are encrypted by AES-256-GCM, whose tag is the digest, and names, which
 are hashes of tokens that one could guess, by one block of AES each.
 """
 

@@ -1,8 +1,9 @@
-"""Blocks of layers with a window: a query sees the last positions alone, so a sequence gives its older blocks back.
+"""KV blocks of sliding-window layers: a query sees the last positions only, so a sequence frees its older blocks.
 
-Layers that see all have a block table for each sequence, layers with a window another, of blocks of their own size.
-Both come from one pool, for a block of either takes the same memory. What a sequence may need at a time is promised to
-it when it is admitted, so that it never waits for such a block (docs/prefix-caching.md#windows).
+Each sequence has one block table for layers with full attention and one for sliding-window layers, whose blocks hold
+another number of tokens. Both kinds of blocks take the same memory and come from one pool. The window blocks that
+a sequence needs at most at a time are reserved at its admission, so that it never waits for one
+(docs/prefix-caching.md#windows).
 """
 
 from collections.abc import Iterable, Sequence

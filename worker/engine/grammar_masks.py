@@ -1,6 +1,4 @@
-"""Grammar masks by llguidance, on the leader alone:
-which tokens may come next in an output that must match a grammar.
-"""
+"""Grammar masks by llguidance, on the leader only: the tokens that may come next in a structured output."""
 
 import logging
 from collections.abc import Callable

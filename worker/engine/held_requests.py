@@ -1,5 +1,5 @@
-"""Requests of an engine that are held for what comes from elsewhere: blocks of their prefix, from below the cache or
-from another replica, or their adapter. Without IO.
+"""Requests that an engine holds until their prefix's blocks (from the disk or another replica) or their LoRA adapter
+have been loaded. Without IO.
 
 A slot is given to another adapter only when no request with the one that it holds is open.
 """

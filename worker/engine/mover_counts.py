@@ -1,4 +1,4 @@
-"""Reports of a block mover: events for a leader, and counts and speeds that it measures while it works."""
+"""Reports of a block mover: events for the leader, counts, and measured transfer speeds."""
 
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple

@@ -1,4 +1,4 @@
-"""Hides the time of planning and delivering: several decode steps on one plan, or a second step in flight.
+"""Hides the time of planning and delivery: several decode steps per plan (on CPUs), or a second step in flight.
 
 Where a step takes a millisecond, planning and delivering take a good part of its time. On CPUs several steps on one
 plan share that time; but requests that arrive meanwhile wait for them, so together they take no longer than a limit. A

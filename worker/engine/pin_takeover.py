@@ -1,7 +1,7 @@
-"""Pin takeover: prefixes that another replica has pinned and hands on, because it leaves. A core without IO.
+"""Pin takeover: fetches the pinned prefixes of another replica that is leaving. A core without IO.
 
-A few at a time are brought like restores, behind all that requests wait for, and what has come of each is pinned for
-the rest of its time, within the tenant's budget here.
+A few prefixes at a time are fetched as restores, after all blocks that requests wait for. The fetched blocks stay
+pinned for the rest of the pin's time, within the tenant's budget on this replica.
 """
 
 from collections import deque

@@ -1,5 +1,5 @@
-"""Rank orders: what the leader has the other ranks do besides steps. To stop, to take other weights, and to copy blocks
-to their stores and from them, and to other replicas and from them.
+"""Rank orders: the leader's commands to the other ranks besides steps: stop, load new weights, and copy blocks to and
+from stores and other replicas.
 
     block order:  [kind, ticket, blocks of a piece, C, N, T | C sources | C destinations | N places | N names of 3 words
                    | T bytes of text]

@@ -1,9 +1,9 @@
 """NaN and infinity in logits: the error that such a request gets, and when the replica may be at fault.
 
 A request that makes the model overflow does so on every replica: it fails, and the others go on. Corrupt weights or
-memory are the replica's fault and affect every request: the replica ends, and its requests continue on others. Which of
-the two it is, a question with a known answer tells (`worker/replica/known_answer.py`): several requests of clients
-alone are no proof.
+memory are the replica's fault and affect every request: the replica ends, and its requests continue on others. The
+known-answer check tells which of the two it is (`worker/replica/known_answer.py`); several failing client requests
+alone do not prove a fault of the replica.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence

@@ -1,4 +1,5 @@
-"""Steps that were launched, and results: what a step's output for its rows wanted comes to, sequence by sequence."""
+"""Launched steps and their results: the sampled tokens and log-probabilities of each sequence, from the output of the
+step's wanted rows."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice

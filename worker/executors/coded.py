@@ -1,4 +1,4 @@
-"""Weights that stay codes where they are multiplied: what a range of one says of itself, and how one lies on a device.
+"""Quantized weights that stay codes in the kernels: description of a range of one, and its layout on a device.
 
 A number is (code - offset) * scale, or code * scale + minimum, each operation rounded to float32, and then once to the
 type that is served: what the weight is dequantized to.

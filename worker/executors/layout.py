@@ -1,4 +1,4 @@
-"""Decoder layout: a decoder-only transformer as plain data, one rank's share, for executors to run.
+"""Decoder layout: a decoder-only transformer as plain data, as one rank's share, which executors run.
 
 A layer computes, with `x` [T, hidden] the residual stream (float32) and each norm optional:
 

@@ -1,5 +1,5 @@
-"""Matrices that lie in a file as codes, and are numbers once they are asked for: a range of rows and columns of one is
-dequantized piece by piece, so that no more is held than what is asked for.
+"""Matrices that lie in a file as codes: a range of rows and columns is dequantized on demand, piece by piece, so that
+only the range itself is held in memory.
 """
 
 from abc import ABC, abstractmethod

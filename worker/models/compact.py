@@ -1,5 +1,5 @@
 """Compact checkpoints: those whose weights are codes in their files, of GGUF or of a quantized Hugging Face folder, or
-become codes when they are loaded. They are asked for by the names of parameters.
+become codes when they are loaded. Weights are looked up by the names of parameters.
 """
 
 import re

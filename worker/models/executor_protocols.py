@@ -1,4 +1,5 @@
-"""Executors as their callers see them: what each of them does, and what only some do."""
+"""Interfaces of executors: methods that all have, and those of executors that overlap steps or run several in one
+call."""
 
 from typing import Any, Protocol, runtime_checkable
 

@@ -1,4 +1,4 @@
-"""Facts of a model: what is known of it besides how it computes."""
+"""Facts of a model besides its computation: model type, vocabulary size, maximum length, end tokens."""
 
 from dataclasses import dataclass
 from pathlib import Path

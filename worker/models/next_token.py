@@ -5,9 +5,9 @@ GLM's MTP).
 
 Its output takes the place of the hidden state for the token after that. It runs on the leading rank, whole, with a
 cache of its own that has the blocks of the model's, and draws with the model's noise, as a draft model does
-(`draft_model.py`). What the model's last step left behind its layers is read here in the next step: so the prompt's
-tokens too, and drafts that were right once more, by the model's own states. What is not there any more, as behind a
-prefix from the cache, is left out: no token depends on the bits of a draft.
+(`draft_model.py`). The hidden states of the model's last step are read in the next one: those of the prompt, and those
+of accepted drafts, which are computed again from the model's own states. Positions whose hidden states are gone, such
+as those of a cached prefix, are left out: no output token depends on the bits of a draft.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """Pooled models: what a checkpoint's files make of a prompt's states, and the arithmetic behind the last layer.
 
-A folder of sentence-transformers says it in `modules.json`, a model for classification by its head, and the settings
-(`model.runner`, `model.convert`, `model.pooling_type`) where the files say nothing. All of it is computed in float64,
-row by row and in one order, and rounded once: a row's bits do not depend on its neighbours, and no instruction class
-adds in another order.
+The source is `modules.json` in a folder of sentence-transformers, the head of a classification model, or, where the
+files have neither, the settings `model.runner`, `model.convert` and `model.pooling_type`. All of it is computed in
+float64, row by row and in one order, and rounded once: a row's bits do not depend on its neighbours, and no instruction
+class adds in another order.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Hang verdict: whether a process hangs, by what it says to its hang supervisor, and what it has computed. No IO."""
+"""Hang verdict: whether a process hangs, by its heartbeats and the CPU time that it has used. No IO."""
 
 import math
 from typing import Final

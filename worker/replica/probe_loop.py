@@ -1,5 +1,5 @@
-"""Probe loop: a thread that looks at something at regular times. The watchdog of an engine is one, which reports that
-its progress has stopped: the engine cannot block this thread, which waits for nothing that the engine holds.
+"""Probe loop: a thread that calls a probe at regular times. The engine's watchdog is a probe loop that reports when
+progress stops: it takes no lock that the engine holds, so the engine cannot block it.
 """
 
 import logging

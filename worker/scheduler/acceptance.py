@@ -1,5 +1,5 @@
-"""Acceptance of requests: which can never run and are refused, which run out of time and are dropped, and the measured
-speeds by which that is foreseen.
+"""Acceptance of requests: refuses those that can never run, and drops those whose deadline cannot be met at the
+measured speeds.
 """
 
 from collections.abc import Hashable

@@ -1,8 +1,9 @@
 """Planned step: the sequences of a plan, as decode rows and as shares, and what its result makes of them.
 
 A sequence decodes plainly when it computes its last token, draws one, and nothing about the draw depends on more than
-its settings and its position: no look-back, no drafts. Its rows are made when somebody joins or leaves; a step moves
-all of them on by one number. All others, with prompts, drafts and draws of all kinds, are shares, made at each step.
+its settings and its position: no look-back, no drafts. Its row is made when a sequence joins or leaves the batch; each
+step advances all rows by one position. All other sequences (prompts, drafts, draws with look-back) are shares, made
+anew at each step.
 """
 
 from array import array

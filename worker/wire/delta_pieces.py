@@ -1,4 +1,4 @@
-"""Deltas in pieces: those with many log-probabilities, as several messages say them."""
+"""Deltas in pieces: a delta with many log-probabilities is sent as several messages."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Link requests: what a router says to a replica, as plain data and as protobuf messages, for both ends.
+"""Link requests: messages from a router to a replica, as plain data and as protobuf, for both ends.
 
 An attempt crosses the wire as its number alone, which is the router's key of it; the replica combines it with the
 link's name (`AttemptKey`), since each router counts for itself. The same holds for groups.

@@ -1,4 +1,4 @@
-"""Link responses: what a replica says to a router, as plain data and as protobuf messages, for both ends."""
+"""Link responses: messages from a replica to a router, as plain data and as protobuf, for both ends."""
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence

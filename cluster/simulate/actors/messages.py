@@ -1,4 +1,4 @@
-"""Messages between simulated processes, besides those of the router's core (`router/events.py`) and of the link
+"""Messages between simulated processes, in addition to those of the router's core (`router/events.py`) and of the link
 (`worker/step_update.py`).
 
 Replica to router: `Hello`, then `StepUpdate` and `Retiring`. Router to replica: `DialReplica`, then `SendSubmit` and

@@ -1,6 +1,6 @@
 """Simulated replica: the real engine core in virtual time, and its ends of the links.
 
-Its own are time, the inbox, and messages instead of bytes.
+Simulated are only time, the inbox, and messages in place of bytes.
 """
 
 import math

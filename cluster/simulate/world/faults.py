@@ -1,6 +1,4 @@
-"""Fault injection of one simulation: what breaks, when and for how long; drawn from its seed,
-then done to the cluster.
-"""
+"""Fault injection of one simulation: kind, time and duration of each fault are drawn from its seed."""
 
 import random
 from collections.abc import Callable, Sequence

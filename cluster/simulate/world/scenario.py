@@ -1,5 +1,5 @@
-"""Scenario of a seed: the size of the cluster, its settings, its requests, its faults and an attack; and the
-invariants that hold in it whatever happens.
+"""Scenario of a seed: the size of the cluster, its settings, its requests, its faults and an attack; and the invariants
+that must always hold.
 
 Cheap checks run after every event, deep ones every `EVENTS_PER_DEEP_CHECK` events and at the end. What a client
 receives is checked in `client.py`, what a router does in `audit.py` (`cluster/simulate/actors/`).

@@ -1,6 +1,6 @@
-"""Channelz (grpc.channelz.v1): what gRPC itself knows of this process's servers, connections and channels.
+"""Channelz (grpc.channelz.v1): gRPC's own data on this process's servers, connections and channels.
 
-For an admin port alone: it tells of every peer. grpcio-channelz' own servicer fails where the core tells of fields that
+For an admin port only, because it shows every peer. grpcio-channelz' own servicer fails on fields of gRPC's core that
 its definitions lack; these answers leave them out. Uses of gRPC's internals are here alone, as they were read in gRPC
 1.85.
 """

@@ -1,9 +1,9 @@
 """Interceptors of a gRPC server: every call passes the gate first, those of reflection too; and the connection guard
 counts calls that began and calls that their clients reset at once.
 
-A client that opens and resets calls makes the loop work, and no method ever hears of these calls. So an interceptor
-notes when each call comes and looks at its end whether it ever began. Whose it is costs a look-up, which is made before
-the call's message has come only while the guard suspects somebody.
+A client that opens and resets calls costs the event loop time, and no method is ever called for them. So an interceptor
+notes the arrival of each call, and at its end whether it began. Finding the caller of a call costs a look-up; it is
+made before the call's message has arrived only while the guard suspects an address.
 """
 
 import asyncio

@@ -1,4 +1,5 @@
-"""Answers of the HTTP API beside what endpoints say: JSON, errors in a client's words, headers, clients that leave."""
+"""Shared parts of HTTP responses: JSON bodies, errors in the shape of each vendor's API, headers, disconnected
+clients."""
 
 import asyncio
 import json

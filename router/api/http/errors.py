@@ -1,4 +1,4 @@
-"""HTTP errors: the bodies and headers from which other people's clients raise theirs."""
+"""HTTP errors: bodies and headers from which the vendors' client libraries raise their exceptions."""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Submission of a request, and its answer as a stream of events: also of a client that holds on to its stream."""
+"""Submission of a request, and its answer as a stream of events, resumable after the loss of the router."""
 
 import time
 import uuid

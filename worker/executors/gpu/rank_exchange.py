@@ -1,4 +1,4 @@
-"""Exchange between the ranks of a model on devices: sums, and what else one rank needs of others within a step.
+"""Exchange between the ranks of a model on devices: all-reduce, all-gather and the leader's broadcasts within a step.
 
 All sums are binary trees in float32 over all slices of all ranks, so every exchange gives the same bits.
 """

@@ -1,6 +1,6 @@
 """Header of a GGUF file, or of all parts of a split one: its metadata, and where its tensors lie.
 
-The `gguf` package reads it. It believes what a file says of itself, so its reads are bounded here by the file's end.
+The `gguf` package reads it. It trusts lengths and offsets in the file, so its reads are bounded by the file's end here.
 """
 
 import re

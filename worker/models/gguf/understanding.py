@@ -1,5 +1,5 @@
-"""Terms in which a GGUF file is understood: its metadata by its architecture's keys, with the types that they must
-have, and what a stored tensor is in a Hugging Face model.
+"""Access to a GGUF file's metadata by its architecture's keys, with their types checked, and the Hugging Face tensor
+that each stored tensor stands for.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Triton kernels that tell of tokens: log-probability, rank, best tokens of a row, with the native sampler's bits.
+"""Triton kernels that report on tokens: log-probability, rank, best tokens of a row, with the native sampler's bits.
 
 The logits are raw: before any edit.
 """
