@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from holdfast.router.config import LimitsConfig
-from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.errors import InvalidRequestError, shortened
 from holdfast.worker.value_types import check_names, is_whole
 
 Message: TypeAlias = Mapping[str, Any]
@@ -176,12 +176,17 @@ def content_text(content: object, field: str) -> str:
     return "".join(_part_text(part, f"{field}[{index}]") for index, part in enumerate(content))
 
 
+def no_text(field: str, kind: object) -> InvalidRequestError:
+    """An error for a part of a prompt that is no text, such as an image; `kind` is what its type says."""
+    return InvalidRequestError(field, kind, f"must be text, not {shortened(kind)}: models here read text alone")
+
+
 def _part_text(part: object, field: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else part
     if not isinstance(part, Mapping) or not isinstance(kind, str) or kind not in _TEXT_PARTS:
-        raise InvalidRequestError(f"{field}.type", kind, "must be text: this model takes no other kind of input")
+        raise no_text(f"{field}.type", kind)
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise InvalidRequestError(f"{field}.{_TEXT_PARTS[kind]}", text, "must be text")

@@ -14,7 +14,7 @@ from holdfast.worker.models.memory import MemoryEstimator
 from holdfast.worker.models.text_model import text_config, text_name, told_of_text_model
 from holdfast.worker.models.weight_files import weight_bytes
 from tests.parity.harness import is_run_by, load, logits_in_chunks, on_ranks, relative_difference, worker_config
-from tests.parity.hybrids import DELTA_NET, EXPERTS
+from tests.parity.hybrids import DELTA_NET, EXPERTS, LFM2, LFM2_MOE
 from tests.worker.models.quantization.folders import LAYOUTS
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 7, 40)]
@@ -65,6 +65,29 @@ MROPE = {
     "mrope_section": [2, 1, 1],
     "mrope_interleaved": True,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "llama_4_scaling_beta": 0.1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+"""With queries that grow from position 16 on."""
+GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+GLM_MOE = {
+    "attention_bias": True,
+    "rope_parameters": GLM_ROPE,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.5,
+    "n_group": 2,
+    "topk_group": 1,
+}
 MODELS = {
     "gemma3": {"model_type": "gemma3_text", "sliding_window": 16, "query_pre_attn_scalar": 16},
     "gemma4": {
@@ -94,12 +117,22 @@ MODELS = {
         "use_double_wide_mlp": True,
         "tie_word_embeddings": True,
     },
+    "glm46v, mixture": {**GLM_MOE, "model_type": "glm4v_moe_text"},
+    "glm4v": {"attention_bias": True, "rope_parameters": GLM_ROPE, "num_hidden_layers": 2},
+    "glm4v_moe": GLM_MOE,
     "idefics3": {"model_type": "llama"},
     "internvl": {"model_type": "qwen2"},
+    "lfm2_vl": {"model_type": "lfm2", **LFM2, "layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_vl, mixture": {
+        "model_type": "lfm2_moe",
+        **LFM2_MOE,
+        "layer_types": ["conv", "full_attention", *["conv"] * 2],
+    },
     "llava": {"model_type": "llama"},
     "llava_next": {"model_type": "mistral"},
     "llava_onevision": {"model_type": "qwen2"},
     "mistral3": {"model_type": "mistral"},
+    "mistral3, Ministral 3": {"model_type": "ministral3", "sliding_window": None, "rope_parameters": YARN},
     "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}},
     "qwen2_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}},
     "qwen3_5": {**DELTA_NET, "head_dim": 32, "rope_parameters": MROPE},
@@ -133,7 +166,7 @@ def write(folder: Path, kind: str, text: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     kind = kind.partition(",")[0]
     config = CONFIG_MAPPING[kind](
-        text_config={**TEXT, **text},
+        text_config={key: value for key, value in {**TEXT, **text}.items() if value is not ...},
         vision_config=VISION_OF.get(kind, VISION),
         tie_word_embeddings=text.get("tie_word_embeddings", False),
     )

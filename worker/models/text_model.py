@@ -13,9 +13,13 @@ from holdfast.worker.models.safetensors_header import INDEX, read_header
 _TEXT_TYPES: Final[Mapping[str, str]] = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "glm46v": "glm4",
+    "glm4v": "glm4",
+    "glm4v_moe": "glm4_moe",
     "idefics3": "llama",
     "internvl": "qwen2",
     "kimi_k25": "deepseek_v3",
+    "lfm2_vl": "lfm2",
     "llava": "llama",
     "llava_next": "llama",
     "llava_onevision": "qwen2",
@@ -35,6 +39,8 @@ _OTHER_NAMES: Final[Mapping[str, str]] = {"kimi_k2": "deepseek_v3"}
 
 _SAME_ON_TEXT: Final[Mapping[str, str]] = {
     **_OTHER_NAMES,
+    "glm4v_moe_text": "glm4_moe",
+    "glm4v_text": "glm4",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
     "qwen3_vl_moe_text": "qwen3_moe",

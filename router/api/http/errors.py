@@ -1,11 +1,13 @@
 """HTTP errors: bodies and headers from which the vendors' client libraries raise their exceptions."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from pydantic import ValidationError
 
+from holdfast.router.chat import no_text
 from holdfast.router.wire.statuses import kind_of
 from holdfast.worker.errors import (
     AuthenticationError,
@@ -17,6 +19,13 @@ from holdfast.worker.errors import (
 )
 
 _TYPES: Final = frozenset(["str", "int", "float", "bool"])
+_MEDIA: Final = frozenset(
+    [
+        *("audio", "audio_url", "file", "image", "image_url", "input_audio", "input_file", "input_image"),
+        *("multi_modal_data", "video", "video_url"),
+    ]
+)
+"""Types and names of inputs that are no text."""
 _CONTEXT: Final = "maximum context length"
 
 _ANTHROPIC: Final = {
@@ -89,8 +98,20 @@ def invalid_body(error: ValidationError) -> InvalidRequestError:
         f"[{place}]" if isinstance(place, int) else f".{place}" for place in first["loc"] if not _is_of_union(place)
     ]
     field = "".join(places).lstrip(".") or "body"
+    if (len(places) > 1 or first["type"] != "missing") and (medium := _medium(first["input"])) is not None:
+        return no_text(field, medium)
     value = "the body" if first["type"] == "json_invalid" else first["input"]
     return InvalidRequestError(field, value, f"is not valid: {first['msg']}")
+
+
+def _medium(value: object) -> str | None:
+    """The kind of a value that is no text, such as an image; None for any other value."""
+    if not isinstance(value, Mapping):
+        return None
+    parts = value.get("content")
+    first = parts[0] if isinstance(parts, list) and parts and isinstance(parts[0], Mapping) else value
+    kind = first.get("type")
+    return kind if isinstance(kind, str) and kind in _MEDIA else next((name for name in first if name in _MEDIA), None)
 
 
 def _fit(place: tuple[int | str, ...]) -> tuple[int, int]:
@@ -101,4 +122,4 @@ def _fit(place: tuple[int | str, ...]) -> tuple[int, int]:
 
 def _is_of_union(place: int | str) -> bool:
     """Whether pydantic names one of several types there, and no field."""
-    return isinstance(place, str) and (place in _TYPES or "[" in place)
+    return isinstance(place, str) and (place in _TYPES or "[" in place or place[:1].isupper())

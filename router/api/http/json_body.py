@@ -61,6 +61,9 @@ class Reads(BaseModel):
         "vllm_xargs": ({},),
         "media_io_kwargs": ({},),
         "mm_processor_kwargs": ({},),
+        "multi_modal_data": ({},),
+        "multi_modal_uuids": ({},),
+        "images": ([],),
         "mm_payload": ("tensors", "none"),
         "return_mm_kwargs": (False, True),  # no prompt here has media, of which these tell
         "moderation": (),

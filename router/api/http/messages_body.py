@@ -7,7 +7,7 @@ from pydantic import Field
 
 from holdfast.router.api.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Notes
 from holdfast.router.api.http.json_body import Listed, Reads
-from holdfast.router.chat import PART_NOTES, CacheMark, content_text
+from holdfast.router.chat import PART_NOTES, CacheMark, content_text, no_text
 from holdfast.router.tools.tools import check_tool_names
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.value_types import Neutral, check_names, is_whole
@@ -366,7 +366,7 @@ def _block_text(block: object, field: str) -> str:
     kind = _kind_of(block, field) if isinstance(block, Mapping) else block
     text = block.get("text") if isinstance(block, Mapping) else None
     if kind != "text":
-        raise InvalidRequestError(f"{field}.type", kind, "must be text: this model takes no other kind of input")
+        raise no_text(f"{field}.type", kind)
     if not isinstance(text, str):
         raise InvalidRequestError(f"{field}.text", text, "must be text")
     return text

@@ -168,6 +168,14 @@ def test_a_call_that_asks_for_what_is_not_here_is_refused(llm, arguments):
         llm.generate(**{"prompts": ["a", "b"], **arguments})
 
 
+def test_a_prompt_with_an_image_is_refused_by_name(llm):
+    chat = [{"role": "user", "content": [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {}}]}]
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\].content\[1\].type = 'image_url': must be text"):
+        llm.chat(chat)
+    with pytest.raises(InvalidRequestError, match=r"\['multi_modal_data'\]: must have prompt or"):
+        llm.generate({"prompt": "a", "multi_modal_data": {"image": 1}})
+
+
 def test_priorities_of_both_kinds_are_taken(llm):
     one = SamplingParams(max_tokens=1)
     assert len(llm.generate(["a", "b", "c"], one, priority=[Priority.LOW, -3, 0])) == 3

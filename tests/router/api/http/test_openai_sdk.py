@@ -164,7 +164,7 @@ async def test_models_are_listed():
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content[0].type",
-            "no other",
+            "read text alone",
         ),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs = true"),
         ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),

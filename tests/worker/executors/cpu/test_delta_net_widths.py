@@ -1,4 +1,4 @@
-"""Layers of real width, as one rank of published models with Gated DeltaNet, Mamba2 or latents has them."""
+"""Layers of real width, as one rank of published models has them."""
 
 import json
 from pathlib import Path
@@ -94,9 +94,21 @@ FLASH = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "intermediate_size": 256,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
 LATENTS: dict[str, tuple[dict[str, Any], int]] = {
     "GLM-4.7-Flash": (FLASH, 1),
     "GLM-4.7-Flash, one of 4": (FLASH, 4),
+    "DeepSeek V3, one of 16": (DEEPSEEK, 16),
+    "Kimi K2, one of 8": ({**DEEPSEEK, "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1}, 8),
 }
 
 
@@ -116,10 +128,99 @@ E2B = {
 }
 
 
+LOCAL, WIDE = "sliding_attention", "full_attention"
+GEMMA = {
+    "model_type": "gemma4_text",
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 1024,
+    "layer_types": [LOCAL, WIDE],
+    "tie_word_embeddings": True,
+}
+A4B = {
+    **GEMMA,
+    "hidden_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "intermediate_size": 2112,
+    "enable_moe_block": True,
+    "num_experts": 8,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 704,
+}
+DENSE_31B = {
+    **GEMMA,
+    "hidden_size": 5376,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "num_global_key_value_heads": 4,
+    "intermediate_size": 512,
+}
+VL = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "layer_types": [WIDE] * 2}
+LIQUID = {
+    "model_type": "lfm2_moe",
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 1792,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_dense_layers": 1,
+    "layer_types": ["conv", WIDE],
+}
+ATTENTIONS: dict[str, tuple[dict[str, Any], int, list[tuple[int, int]]]] = {
+    "Gemma 4 26B-A4B": (A4B, 1, [(8, 256), (2, 512)]),
+    "Gemma 4 26B-A4B, one of 2": (A4B, 2, [(4, 256), (1, 512)]),
+    "Gemma 4 26B-A4B, one of 8": (A4B, 8, [(1, 256), (1, 512)]),
+    "Gemma 4 31B, one of 4": (DENSE_31B, 4, [(4, 256), (1, 512)]),
+    "Gemma 4 31B, one of 8": (DENSE_31B, 8, [(2, 256), (1, 512)]),
+    "LFM2-8B-A1B": (LIQUID, 1, [(8, 64)]),
+    "LFM2-8B-A1B, one of 4": (LIQUID, 4, [(2, 64)]),
+    "Qwen3-VL-8B, one of 2": (
+        {**VL, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 512},
+        2,
+        [(4, 128)] * 2,
+    ),
+    "Qwen3-VL-30B-A3B, one of 8": (
+        {
+            **VL,
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "intermediate_size": 256,
+            "moe_intermediate_size": 768,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        8,
+        [(1, 128)] * 2,
+    ),
+}
+"""With KV heads and their sizes in each layer of attention: those that do not divide lie on several ranks."""
+
+
+SLOW = (
+    "DeepSeek V3, one of 16",
+    "Gemma 4 26B-A4B",
+    "Gemma 4 31B, one of 4",
+    "Gemma 4 31B, one of 8",
+    "Kimi K2, one of 8",
+)
+
+
+def cases(table: dict[str, Any]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow if case in SLOW else ()) for case in table]
+
+
 def share(folder: Path, changes: dict[str, Any], size: int) -> DecoderLayout:
     """That of the last rank, with random weights."""
     types = {"layer_types": ["linear_attention", "full_attention"]}
-    types = {} if changes["model_type"] in ("nemotron_h", "glm4_moe_lite") else types
+    types = {} if changes["model_type"] in ("nemotron_h", "glm4_moe_lite", "deepseek_v3") else types
     config = {"vocab_size": 64 * size, "num_hidden_layers": 2, "max_position_embeddings": 512, **types, **changes}
     config |= {"dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -164,7 +265,16 @@ def test_layers_of_the_width_of_gemma_4_e2b_are_those_of_the_reference(size, tmp
     assert_layers_are_right(layout)
 
 
-@pytest.mark.parametrize("case", LATENTS)
+@pytest.mark.parametrize("case", cases(ATTENTIONS))
+def test_layers_of_real_width_with_attention_are_those_of_the_reference(case, tmp_path):
+    changes, size, heads = ATTENTIONS[case]
+    layout = share(tmp_path, changes, size)
+    attentions = [layer.attention for layer in layout.layers if layer.attention is not None]
+    assert [(one.num_kv_heads, one.head_dim) for one in attentions] == heads
+    assert_layers_are_right(layout)
+
+
+@pytest.mark.parametrize("case", cases(LATENTS))
 def test_layers_of_real_width_with_latents_are_those_of_the_reference(case, tmp_path):
     changes, size = LATENTS[case]
     layout = share(tmp_path, changes, size)
