@@ -1,6 +1,7 @@
 """What every test shares: few threads, no hub, an end to every hang, and a summary of what was left out."""
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -11,6 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is loaded; tests that need a GPU set 0
+os.environ.setdefault("SSL_CERT_DIR", "/etc/ssl/certs")
+os.environ.pop("SSL_CERT_FILE", None)  # httpx would read all of it for each client; of a folder it reads what it needs
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from typing import TYPE_CHECKING
@@ -85,6 +88,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    """Modules and collected tests, a million objects, stay to the end: no search for garbage looks at them."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     beside = Path(__file__).parent.parent.parent / "shared" / "crds"
     parser.addoption("--crds", default=beside, help="folder with the CRDs that manifests in k8s/ are checked against")
@@ -94,6 +104,7 @@ _STDERR = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is collected
     config.stash[_STDERR] = os.dup(2)  # nothing is captured just now
     examples.load_profile(is_long="not slow" not in config.option.markexpr)
 
@@ -114,6 +125,8 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     """What a file says of torch's threads is forgotten after it: which rows agree depends on their number."""
+    if not gc.get_freeze_count():  # the file before has thawed them
+        gc.freeze()
     yield
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)

@@ -7,6 +7,7 @@ one disconnects, and has no List.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -139,6 +140,7 @@ def _bounded(
     return call
 
 
+@cache
 def _v1_pool() -> DescriptorPool:
     """The protocol's definition under the name of its v1, in a pool of its own."""
     proto, renamed = FileDescriptorProto(), FileDescriptorProto()
