@@ -3,27 +3,17 @@ whenever it ends.
 """
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from typing import Any, Final, TypeVar
 
+from holdfast.worker.replica.processes import open_standard_streams
+
 ResultT = TypeVar("ResultT")
 
 CANCEL_LIMIT_S: Final = 5.0
 """Seconds to wait for cancelled work when the loop ends."""
-
-
-def open_standard_streams() -> None:
-    """Opens `/dev/null` for standard streams that the parent has closed. The next socket would get their number, and
-    libuv aborts a process that closes one of these.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
 
 
 class LoopThread:

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Final
 
 from holdfast.worker.process_memory import importing, set_aside
+from holdfast.worker.replica.processes import open_standard_streams
 
 EXIT_INTERRUPTED: Final = 130
 
@@ -25,7 +26,6 @@ def main() -> None:
         signal.signal(signal.SIGINT, _end)
     with importing():
         from holdfast.cluster.commands import cli
-        from holdfast.cluster.loop_thread import open_standard_streams
 
     open_standard_streams()
     run = cli.command if is_ignored else _interruptible(cli.command)

@@ -1,5 +1,5 @@
-"""Process identity: a pid with its start time, because a pid alone may belong to another process by the time of use. A
-hang supervisor loads this file, and has to start fast.
+"""Process identity: a pid with its start time, because a pid alone may belong to another process by the time of use;
+and the standard streams of this process. A hang supervisor loads this file, and has to start fast.
 """
 
 import logging
@@ -161,3 +161,14 @@ def _times(task: Path) -> tuple[Times, bool] | None:
     except (OSError, ValueError):
         return None
     return Times(ran, waited), state == "R"
+
+
+def open_standard_streams() -> None:
+    """Opens `/dev/null` for standard streams that the parent has closed. The next socket would get their number, and
+    libuv aborts a process that closes one of these.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
