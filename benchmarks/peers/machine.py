@@ -2,6 +2,7 @@
 
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _PROC: Final = Path("/proc")
+_REPOSITORY: Final = Path(__file__).parents[2]
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 
 
@@ -82,6 +84,13 @@ def describe_machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
     }
+
+
+def commit() -> str:
+    """The commit of this checkout, with `-dirty` if files have changed since."""
+    command = ["git", "describe", "--always", "--dirty"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=_REPOSITORY, check=False)
+    return ended.stdout.strip()
 
 
 def _busy_ticks() -> float:

@@ -23,7 +23,7 @@ from benchmarks.peers import quantized_models
 from benchmarks.peers.alternation import Limits
 from benchmarks.peers.cases import chosen_cases
 from benchmarks.peers.folders import Folders
-from benchmarks.peers.machine import describe_machine
+from benchmarks.peers.machine import commit, describe_machine
 from benchmarks.peers.peers import DEFAULT_PEERS, OURS, PEERS, chosen_peers
 from benchmarks.peers.results import ModelResult
 from benchmarks.peers.session import Session
@@ -68,7 +68,7 @@ class Report:
         self._facts: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "command": shlex.join(["python", "-m", "benchmarks.peers.run", *sys.argv[1:]]),
-            "commit": _commit(),
+            "commit": commit(),
             "machine": describe_machine() | {"bandwidth_gb_s": bandwidth_gb_s},
             "limits": {"rounds": options.rounds, "patience_s": options.patience, "noise": options.noise},
             "settings": options.setting,
@@ -155,12 +155,6 @@ def _setting(pair: str) -> tuple[str, object]:
 def _bandwidth() -> float:
     command = [sys.executable, "-m", "benchmarks.peers.bandwidth"]
     return float(subprocess.run(command, capture_output=True, text=True, cwd=_REPOSITORY, check=True).stdout)
-
-
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=_REPOSITORY, check=False)
-    return ended.stdout.strip()
 
 
 if __name__ == "__main__":
