@@ -1,14 +1,21 @@
-"""Blocks from one process' socket to another, beside a bare socket: bytes a second over loopback, in turn.
+"""Benchmark of transfers: blocks from one socket to another, beside a bare socket and a copy in memory, in turn.
 
-python -m benchmarks.block_transfers [--rounds 5] [--block-kib 360] [--mib 512]
+    python -m benchmarks.block_transfers [--rounds 5] [--block-kib 360] [--mib 512] [--json FILE]
+
+Both ends are threads of one process. Printed: bytes a second over loopback, and CPU seconds for each gigabyte of both
+ends together, kernel included, each with its ratio to the bare socket. On a busy machine the clock says little; CPU
+time still tells what digests, copies and encryption cost.
 """
 
 import argparse
+import json
+import os
 import socket
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -51,7 +58,8 @@ def blocks(num_bytes: int, block_bytes: int, *, is_encrypted: bool) -> float:
     num_pieces = num_bytes // PIECE_BYTES
     rows = np.random.default_rng(1).integers(0, 256, (per_piece, block_bytes), dtype=np.uint8)
     names = [b"k" + number.to_bytes(16, "little") for number in range(per_piece * num_pieces)]
-    server, key, over = BlockServer("127.0.0.1"), TransferKey.fresh(is_encrypted=is_encrypted), threading.Event()
+    room, over = threading.Event(), threading.Event()
+    server, key = BlockServer("127.0.0.1", room.set), TransferKey.fresh(is_encrypted=is_encrypted)
     received = 0
 
     def take(some: Sequence[Block]) -> bool:
@@ -65,7 +73,8 @@ def blocks(num_bytes: int, block_bytes: int, *, is_encrypted: bool) -> float:
     receiver.start()
     for number in range(num_pieces):
         while not server.has_room:
-            time.sleep(0.0002)
+            room.wait()
+            room.clear()
         server.send(key.transfer, list(zip(names[number * per_piece :], rows, strict=False)))
     over.wait()
     took_s = time.monotonic() - began_s
@@ -74,22 +83,53 @@ def blocks(num_bytes: int, block_bytes: int, *, is_encrypted: bool) -> float:
     return received / took_s
 
 
+def copied(num_bytes: int) -> float:
+    """Bytes a second from memory to memory, as through memory that two processes share."""
+    source, target = np.ones(PIECE_BYTES, np.uint8), np.ones(PIECE_BYTES, np.uint8)
+    num_pieces = num_bytes // PIECE_BYTES
+    began_s = time.monotonic()
+    for _ in range(num_pieces):
+        np.copyto(target, source)
+    return num_pieces * PIECE_BYTES / (time.monotonic() - began_s)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block-kib", type=int, default=360)
     parser.add_argument("--mib", type=int, default=512)
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     num_bytes, block_bytes = arguments.mib << 20, arguments.block_kib << 10
-    speeds: dict[str, list[float]] = {"bare socket": [], "blocks": [], "blocks, encrypted": []}
+    ways: dict[str, Callable[[], float]] = {
+        "bare socket": lambda: bare(num_bytes),
+        "blocks": lambda: blocks(num_bytes, block_bytes, is_encrypted=False),
+        "blocks, encrypted": lambda: blocks(num_bytes, block_bytes, is_encrypted=True),
+        "copy in memory": lambda: copied(num_bytes),
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in ways}
+    costs: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(arguments.rounds):
-        speeds["bare socket"].append(bare(num_bytes))
-        speeds["blocks"].append(blocks(num_bytes, block_bytes, is_encrypted=False))
-        speeds["blocks, encrypted"].append(blocks(num_bytes, block_bytes, is_encrypted=True))
-    base = statistics.median(speeds["bare socket"])
-    for name, found in speeds.items():
-        median = statistics.median(found)
-        print(f"{name:18} {median / 1e9:6.2f} GB/s  {median / base:5.2f}")
+        for name, way in ways.items():
+            began_s = time.process_time()
+            speeds[name].append(way())
+            costs[name].append((time.process_time() - began_s) / num_bytes * 1e9)
+    show(speeds, costs, arguments.json)
+
+
+def show(speeds: dict[str, list[float]], costs: dict[str, list[float]], path: Path | None) -> None:
+    """Medians of the rounds, and the medians of their ratios to the bare socket in the same round."""
+    rows = {}
+    for name in speeds:
+        of_speeds = [own / base for own, base in zip(speeds[name], speeds["bare socket"], strict=True)]
+        of_costs = [base / own for own, base in zip(costs[name], costs["bare socket"], strict=True)]
+        speed, cost = statistics.median(speeds[name]), statistics.median(costs[name])
+        ratio, cpu_ratio = statistics.median(of_speeds), statistics.median(of_costs)
+        rows[name] = {"bytes_per_s": speed, "ratio": ratio, "cpu_s_per_gb": cost, "cpu_ratio": cpu_ratio}
+        print(f"{name:18} {speed / 1e9:6.2f} GB/s {ratio:5.2f}   {cost:6.3f} CPU s/GB {cpu_ratio:5.2f}")
+    if path:
+        path.write_text(json.dumps({"load": os.getloadavg(), "ways": rows}, indent=1))
 
 
 if __name__ == "__main__":

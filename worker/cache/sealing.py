@@ -46,7 +46,9 @@ class Sealer:
         return data, _digest(name, data)
 
     def unseal(self, name: bytes, record: memoryview) -> memoryview:
-        """The block. Raises `WrongDigestError`."""
+        """The block: a part of the record, which is decrypted in place if it can be written to. Raises
+        `WrongDigestError`.
+        """
         data = record[:-DIGEST_BYTES]
         if _digest(name, data) != record[-DIGEST_BYTES:]:
             raise WrongDigestError
@@ -109,8 +111,12 @@ class KeySealer(Sealer):
         return nonce, self._blocks.encrypt(nonce, data, name)
 
     def unseal(self, name: bytes, record: memoryview) -> memoryview:
+        data = record[_NONCE_BYTES:-DIGEST_BYTES]
         try:
-            return memoryview(self._blocks.decrypt(record[:_NONCE_BYTES], record[_NONCE_BYTES:], name))
+            if record.readonly:
+                return memoryview(self._blocks.decrypt(record[:_NONCE_BYTES], record[_NONCE_BYTES:], name))
+            self._blocks.decrypt_into(record[:_NONCE_BYTES], record[_NONCE_BYTES:], name, data)
+            return data
         except (self._invalid, ValueError) as error:  # the latter: cut off
             raise WrongDigestError from error
 
