@@ -57,6 +57,7 @@ def resident_kb(tensor):
 
 def cached_kb():
     from holdfast.worker.executors.cpu.cache import TiledCache
+    gc.unfreeze()  # frozen objects are not listed
     caches = [found for found in gc.get_objects() if isinstance(found, TiledCache)]
     return sum(resident_kb(layer.pages) for cache in caches for layer in cache._layers)
 
