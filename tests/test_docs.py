@@ -20,6 +20,7 @@ from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.router.dispatch.policy import HashRing, RoutingSnapshot
 from holdfast.router.dispatch.prefix_index import NO_MATCH, PrefixMatch
 from holdfast.worker.models import families
+from holdfast.worker.models.gguf import architectures, hybrids
 from scripts import docs_site
 from scripts.house_figures import House
 
@@ -107,6 +108,14 @@ def test_the_entries_of_the_pages_that_add_something_are_entries():
 def test_the_readmes_program_prints_what_it_promises(capsys):
     exec(compile(program_of("README.md"), "README.md", "exec"), {})
     assert "The capital of France is Paris" in capsys.readouterr().out
+
+
+def test_the_readme_counts_model_types_and_architectures_as_the_code_has_them():
+    types = re.findall(r"^\| `(\w+)` \|", TEXT["models.md"].split("| model type | one rank")[1], re.MULTILINE)
+    assert set(families.FAMILIES) <= set(types)
+    assert f"{len(types)} Hugging Face model types" in TEXT["README.md"]
+    num_architectures = len({**architectures.ARCHITECTURES, **hybrids.HYBRIDS})
+    assert f"GGUF files of {num_architectures} architectures" in TEXT["README.md"]
 
 
 MOST_STATIONS = 12
