@@ -55,7 +55,7 @@ class PoolingActivation(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """Wish of a pooling request. The call shape follows vLLM's class of the same name.
+    """Parameters of a pooling request. The call shape follows vLLM's class of the same name.
 
     Raises `InvalidRequestError` for a field of a wrong type.
     """

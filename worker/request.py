@@ -34,7 +34,7 @@ class PoisonRisk(IntEnum):
 
 
 class Priority(IntEnum):
-    """Classes of service. A smaller value goes first and is preempted last."""
+    """Priority classes. A smaller value is served first and preempted last."""
 
     CRITICAL = 0
     HIGH = 1

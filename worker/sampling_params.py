@@ -74,11 +74,11 @@ class SamplingParams(OutputKind):
     Raises `InvalidRequestError`, naming the field, for a value outside its limits, given or set later. Lists are stored
     as tuples. A request takes a copy: what is set after it was submitted holds for the next one.
 
-    Two more are taken for the sake of scripts that were written for vLLM: `guided_decoding`, the older name of
-    `structured_outputs`, and `output_kind`, which `AsyncLLMEngine` and `LLMEngine` heed; elsewhere it changes nothing:
-    `generate` returns what is finished, a client's stream deltas, and a callback gets all so far. Fields of vLLM's
-    class that are not supported are taken with the values that ask for nothing (`SAMPLING_FIELDS`), and refused by
-    name with others.
+    Two more are accepted for compatibility with vLLM: `guided_decoding`, the older name of `structured_outputs`, and
+    `output_kind`, which `AsyncLLMEngine` and `LLMEngine` apply; elsewhere it has no effect: `generate` returns finished
+    outputs, a client's stream returns deltas, and a callback gets the whole output so far. Fields of vLLM's class that
+    are not supported are taken with the values that ask for nothing (`SAMPLING_FIELDS`), and refused by name with
+    others.
     """
 
     temperature: Annotated[
@@ -338,14 +338,14 @@ class SamplingParams(OutputKind):
         return twin
 
     def with_valid(self, **changes: object) -> Self:
-        """The same but for these, which are valid."""
+        """A copy with these fields, which are valid already."""
         changed = self.clone()
         for name, value in changes.items():
             set_slot(changed, name, value)
         return changed
 
     def with_changes(self, **changes: object) -> Self:
-        """The same but for these. What stays is valid already, and not checked again."""
+        """A copy with these fields replaced. The other fields are not checked again."""
         if unknown := changes.keys() - PARAMETERS.keys():
             raise TypeError(f"no sampling parameters: {', '.join(unknown)}")
         changed = self.clone()

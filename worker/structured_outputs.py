@@ -15,8 +15,8 @@ FIELD = "sampling_params.structured_outputs"
 @takes_neutral(STRUCTURE_FIELDS, f"{FIELD}.")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """Exactly one of the fields is set. The call shape follows vLLM's class of the same name, whose other fields are
-    taken with the values that ask for nothing (`STRUCTURE_FIELDS`).
+    """Constraint of an output; exactly one of the fields is set. The call shape follows vLLM's class of the same name,
+    whose other fields are taken with the values that ask for nothing (`STRUCTURE_FIELDS`).
 
     Raises `InvalidRequestError`, naming the field.
     """

@@ -58,10 +58,10 @@ class LoopClock:
 class AsyncClient:
     """Talks to one router at a time. Use it as an async context manager, on one event loop.
 
-    When its router is lost, a stream goes on at another (or at the same one, once it is back) after the last token and
-    character that was received; the iterating caller cannot tell. It gives up `reconnect_s` seconds after that if no
-    router answers, or those that do cannot have it served; after `connect_s` if none has ever taken the request; and at
-    the request's own timeout.
+    When its router is lost, a stream continues at another router (or at the same one, once it is back) after the last
+    received token and character; the iterating caller sees a pause only. The client gives up `reconnect_s` seconds
+    after the loss if no router serves the request, `connect_s` seconds after the start if no router has ever accepted
+    it, and at the request's own timeout.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class AsyncClient:
         clock: Clock | None = None,
     ) -> None:
         """`address` is `host:port`, of one router or of several, also as text with commas between them. `api_key` goes
-        with every call; `tls` says whom the client trusts, and who it is; None: connections are in the clear. `draw` is
+        with every call; `tls` has the CA and the client certificate; None: connections are not encrypted. `draw` is
         uniform in [0, 1).
 
         `transport` and `clock` are gRPC and the event loop's, unless a test brings its own.
@@ -99,7 +99,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes its connections. Streams that are under way end with an error."""
+        """Closes the connections. Running streams end with an error."""
         await self._transport.close()
 
     async def stream(
@@ -114,11 +114,11 @@ class AsyncClient:
     ) -> AsyncGenerator[OutputDelta, None]:
         """The completions as they come. Leaving the iteration, or cancelling the task, aborts the request.
 
-        Instead of a prompt, `messages` may be given, each with `role` and `content`: the model's own chat template
-        makes a prompt of them. `CallOptions` has what else there is: tools, variables of the template, priority,
-        tenant, timeout. With n > 1, chunks of different completions take turns. `best_of` and `beam_width` are for
-        `generate` alone. Raises the error tree of `worker/errors.py`, as the router raised it: `CallerError` for what a
-        retry cannot mend, `CapacityError` and `ReplicaError` with `retry_after_s`.
+        Instead of a prompt, `messages` may be given, each with `role` and `content`: the model's chat template renders
+        them. `CallOptions` has the other arguments: tools, variables of the template, priority, tenant, timeout. With n
+        > 1, chunks of different completions take turns. `best_of` and `beam_width` are for `generate` alone. Raises the
+        error tree of `worker/errors.py`, as the router raised it: `CallerError` for what a retry cannot mend,
+        `CapacityError` and `ReplicaError` with `retry_after_s`.
         """
         request = submission(prompt, params, messages, model=model, request_id=request_id, **options)
         call, has_guarantee = self._resumable_call(request.timeout_s, ResumeRecord()), True
@@ -150,7 +150,7 @@ class AsyncClient:
         """All completions, when they have ended. Cancelling the task aborts the request. Takes and raises what `stream`
         does.
 
-        If a router is lost, another one is asked anew: it comes to the same answer.
+        If a router is lost, the request is sent to another one, which gives the same answer.
         """
         request = submission(prompt, params, messages, model=model, request_id=request_id, **options)
         call = self._resumable_call(request.timeout_s)
@@ -162,10 +162,9 @@ class AsyncClient:
                 await self._pause(at, failure, call.retry_policy, is_whole=True)
 
     async def abort(self, request_id: str) -> bool:
-        """Ends a request, whichever client has sent it, after the output that it has, with finish reason ABORT.
-
-        Every router is asked, since only the one that runs it knows it. Returns whether one did. Raises as `stream`
-        does, where no router that answers knows it and some do not answer.
+        """Aborts a request of any client; its output so far stays, with finish reason ABORT. The call goes to every
+        router, since only the one that runs the request knows it. Returns whether the request was found. Raises as
+        `stream` does, where no router that answers knows it and some do not answer.
         """
         failure: CallFailed | None = None
         for address in self._addresses:

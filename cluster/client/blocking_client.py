@@ -141,8 +141,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends the connections, and what has not ended: callers that still wait for some of it, on any thread, get a
-        RuntimeError. Safe to call twice.
+        """Closes the connections and ends running calls: their callers, on any thread, get a RuntimeError. Safe to call
+        twice.
         """
         with self._gate:
             self._is_closed = True

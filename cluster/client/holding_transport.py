@@ -54,12 +54,13 @@ class Origin:
 
 
 class HoldingTransport:
-    """A transport for the routers at `addresses`; what goes elsewhere goes as it is.
+    """HTTP transport for the routers at `addresses`; requests to other hosts pass unchanged.
 
-    A request to one of them goes to any that answers. When a router is lost, a stream goes on at another one, or at the
-    same one once it is back, with the events that it would have had; an answer in one piece is asked for again. It
-    gives up `reconnect_s` seconds after the loss, or `connect_s` after the first try if no router was ever reached, and
-    then raises what the package would have raised. Servers of others, which ignore our header, are left as they are.
+    A request to one of the routers is sent to any that answers. When a router is lost, a stream continues at another
+    one, or at the same one once it is back, with the events that it would have had; a request without a stream is sent
+    again. The transport gives up `reconnect_s` seconds after the loss, or `connect_s` seconds after the first try if no
+    router was ever reached, and then raises the package's own error. Answers of servers that are not Holdfast routers
+    pass unchanged.
     """
 
     def __init__(

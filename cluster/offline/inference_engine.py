@@ -53,9 +53,9 @@ Prompt = str | Sequence[int]
 class InferenceEngine:
     """One replica and a router in front of it. Thread-safe. Usable as a context manager.
 
-    `config` is a tree of settings as in a configuration file (`{"parallel": {"tensor_parallel_size": 2}}`), or one that
-    has been checked. Raises `ConfigurationError` for what is wrong in it. `model` and `limits` (what a request may ask
-    for) override the tree. A request without a timeout may take as long as it needs.
+    `config` is a tree of settings as in a configuration file (`{"parallel": {"tensor_parallel_size": 2}}`), or a
+    `HoldfastConfig`. Raises `ConfigurationError` for invalid settings. `model` and `limits` (bounds of requests)
+    override the tree. A request without a timeout has no deadline.
 
     Same model, settings and `seed`, and the same requests in the same order, give the same outputs: a request without a
     seed of its own gets one derived from `seed` and its number.
@@ -90,7 +90,7 @@ class InferenceEngine:
         self._router: LocalRouter | None = None
 
     def start(self) -> None:
-        """Loads the model. Blocking: seconds. Raises what `Replica.start` and `Tokenizer.load` raise."""
+        """Loads the model; blocks for seconds. Raises the errors of `Replica.start` and `Tokenizer.load`."""
         assert self._replica is None, "started twice"
         if is_forked():
             with ThreadPoolExecutor(1, thread_name_prefix="load") as thread:  # this one's OpenMP may lack its threads
@@ -105,9 +105,8 @@ class InferenceEngine:
         self._replica, self._pid = replica, os.getpid()
 
     def stop(self) -> None:
-        """Aborts what is running, answers everyone, and ends the replica. Safe to call twice, also at the same time.
-
-        In a process that was forked from the one that loaded the model, nothing is there to be ended.
+        """Aborts running requests, answers their callers, and ends the replica. Safe to call twice, also at the same
+        time. Without effect in a process forked from the one that loaded the model.
         """
         if self._pid != os.getpid():
             return
@@ -142,13 +141,12 @@ class InferenceEngine:
         cache_ttl_s: int = 0,
         request_id: str = "",
     ) -> RequestHandle:
-        """Queues a request, and returns as soon as nothing was found wrong with it.
-
-        `callback` gets the whole output so far after every step that brought tokens, the last time with `finished` or
-        `error` set; with `best_of` and `beam_width` only that last time. It runs on the thread that serves all
-        requests, so it should hand over and return. After `timeout_s` the request ends with a `DeadlineExceededError`.
-        Only requests with the same `cache_salt` find each other's prefixes in the cache; that of this one is kept there
-        for `cache_ttl_s`. Without a `request_id` it is called `request-N`, and is no other request of that name.
+        """Queues a request, and returns once it has been checked. `callback` gets the whole output so far after every
+        step with new tokens, the last time with `finished` or `error` set; with `best_of` and `beam_width` only that
+        last time. It runs on the thread that serves all requests, so it should hand over and return. After `timeout_s`
+        the request ends with a `DeadlineExceededError`. Only requests with the same `cache_salt` find each other's
+        prefixes in the cache; that of this one is kept there for `cache_ttl_s`. Without a `request_id` it is called
+        `request-N`, and is no other request of that name.
 
         Raises `CallerError` for what is wrong with the request, though not to a callback, which has it by the handle;
         what else may end it comes by the handle. Raises why the engine has ended if it has.
@@ -204,7 +202,8 @@ class InferenceEngine:
         cache_ttl_s: int = 0,
         request_id: str = "",
     ) -> RequestOutput:
-        """The finished output. Cancelling the awaiting task aborts the request. Raises what ended it otherwise."""
+        """The finished output. Cancelling the awaiting task aborts the request. Raises the error that ended the
+        request."""
         handle = self.enqueue_request(
             prompt,
             params,
@@ -222,7 +221,8 @@ class InferenceEngine:
             raise
 
     def abort(self, request_id: str) -> None:
-        """Ends a request within one step. Unknown ids are ignored. An id that callers have given means theirs alone."""
+        """Ends a request within one step. Unknown ids are ignored. An id that the caller has given means the caller's
+        request only."""
         if (router := self._router) is not None:
             router.abort(request_id)
 
@@ -233,8 +233,8 @@ class InferenceEngine:
         *,
         running: Literal["finish", "replay"] = "finish",
     ) -> str:
-        """Serves other weights from now on, without a restart; the prefix cache is dropped. Returns the version, which
-        is part of the fingerprint: `update-N` where it is not given. Blocking.
+        """Replaces the weights without a restart; the prefix cache is dropped. Returns the version, which is part of
+        the fingerprint: `update-N` if it is not given. Blocking.
 
         `weights` is a folder of a model that differs in its weights alone, or tensors by the names that they have in
         the model's own files; what is not given stays as it is. Requests that run `finish` before, while new ones wait,
@@ -258,8 +258,8 @@ class InferenceEngine:
         return version
 
     def reset_prefix_cache(self) -> None:
-        """Requests that are submitted from now on find no prefix of earlier ones: their salts differ. Old blocks stay
-        until others need their place.
+        """New requests find no cached prefix of earlier ones, because the salt of block hashes changes. Old blocks stay
+        until they are evicted.
         """
         self._running()
         self._num_cache_resets += 1
@@ -269,7 +269,8 @@ class InferenceEngine:
         return self._running()[0].engine.stats()
 
     def get_recommendations(self) -> list[Recommendation]:
-        """Which settings the load so far asks to change, and why; with `auto_tune`, also what has been changed."""
+        """Recommended changes of settings for the load so far, with reasons; with `auto_tune`, also the changes
+        made."""
         return self._running()[0].engine.recommendations()
 
     @property
@@ -279,7 +280,7 @@ class InferenceEngine:
 
     @property
     def model_config(self) -> ModelConfig:
-        """The settings of the loaded model, with what was found out of it: folder, longest sequence and dtype."""
+        """Settings of the loaded model, with the folder, maximum length and dtype that were resolved."""
         found = {"max_model_len": self.info.max_model_len, "dtype": self.info.dtype}
         return self._config.model.model_copy(update=found)
 
@@ -333,7 +334,7 @@ class InferenceEngine:
         return RequestHandle(request, router.tokenizer, router.cancel, callback, name=name, is_awaited=is_awaited)
 
     def bare_request(self, **fields: Any) -> GenerationRequest:
-        """A request for the model without a prompt, of the order of service that the caller says."""
+        """A request for the model without a prompt, with the caller's priority, tenant and timeout."""
         fields["seed_key"] = f"{self._seed}:{next(self._numbers)}"
         if self._num_cache_resets:
             fields["cache_salt"] = f"{self._num_cache_resets}:{fields.get('cache_salt', '')}"

@@ -53,14 +53,14 @@ Item = TypeVar("Item")
 
 
 class LLM(PoolingMethods, VllmMethods):
-    """A loaded model. Close it, or use it as a context manager, to free what it holds before the process ends.
+    """A loaded model. Close it, or use it as a context manager, to free its memory and ranks before the process ends.
 
     `settings` are those of `holdfast config show`, by their last name (`max_num_seqs=8`), or the arguments of vLLM's
-    class: those that change no output are taken as far as they mean something here, the others are refused. Requests
-    without a seed get one derived from `seed` and their number, so that a script gives the same outputs every time it
-    is run. `chat_template` (a file, or the template itself) takes the place of the model's own. `generation_config`
-    (`auto`: the model's; `vllm`: none; or a folder) and `override_generation_config` say which parameters a request
-    without any has. Raises `ConfigurationError` or `UnsupportedModelError` where the model cannot be loaded as asked.
+    class: those that change no output are accepted, the others are applied or refused. Requests without a seed get one
+    derived from `seed` and their number, so that a script gives the same outputs every time it is run. `chat_template`
+    (a file, or the template itself) takes the place of the model's own. `generation_config` (`auto`: the model's;
+    `vllm`: none; or a folder) and `override_generation_config` set the default sampling parameters. Raises
+    `ConfigurationError` or `UnsupportedModelError` where the model cannot be loaded as asked.
     """
 
     def __init__(
@@ -134,7 +134,8 @@ class LLM(PoolingMethods, VllmMethods):
         mm_processor_kwargs: None = None,
         **service: Unpack[ServiceOfAll],
     ) -> list[str]:
-        """Notes prompts for `wait_for_completion`, which runs them. Returns their request ids. As `generate` else."""
+        """Queues prompts for `wait_for_completion`, which runs them. Returns their request ids. Arguments as for
+        `generate`."""
         if mm_processor_kwargs or tokenization_kwargs:
             check_unused(mm_processor_kwargs=mm_processor_kwargs, tokenization_kwargs=tokenization_kwargs)
         return self._enqueue(self._requests(prompts, sampling_params, priority, service, lora_request))
@@ -198,10 +199,9 @@ class LLM(PoolingMethods, VllmMethods):
         params: BeamSearchParams,
         **service: Unpack[ServiceOfAll],
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of each prompt that a beam search finds, best first.
-
-        Slow: a request for every beam and token, which the prefix cache makes small ones. `service` as for `generate`:
-        `timeout_s` holds for the search of each prompt.
+        """Beam search: the likeliest continuations of each prompt, best first. Slow: one request for every beam and
+        token, most of whose prompt comes from the prefix cache. `service` as for `generate`: `timeout_s` holds for the
+        search of each prompt.
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError("params", params, "must be BeamSearchParams")
@@ -229,7 +229,7 @@ class LLM(PoolingMethods, VllmMethods):
         return self._engine.update_weights(weights, version, running=running)
 
     def get_metrics(self) -> list[Metric]:
-        """The engine's counts by vLLM's names. `get_stats` has all of them by ours."""
+        """The engine's counts by vLLM's names. `get_stats` has all counts."""
         return metrics_of(self.get_stats(), self._engine.info.model)
 
     @property

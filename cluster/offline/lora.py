@@ -9,7 +9,7 @@ from holdfast.worker.value_types import is_list, is_whole
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter: a name, a number, and a folder as PEFT writes it.
+    """A LoRA adapter: name, number, and a folder in PEFT's format.
 
     The folder is read when name, number and folder come together for the first time; later requests with the same
     three run with what was read then. With `load_inplace`, or another number, it is read anew.

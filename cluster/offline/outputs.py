@@ -57,7 +57,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
-    """When things happened to a request. Times named `_ts` are of the monotonic clock."""
+    """Times of a request's events. Times named `_ts` are of the monotonic clock."""
 
     arrival_time: float
     """Time of submission in seconds since 1970."""
@@ -73,7 +73,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """A request and what has come of it so far."""
+    """A request and its output so far."""
 
     request_id: str
     prompt: str | None

@@ -75,7 +75,7 @@ def _fields() -> list[tuple[str, Any, Any]]:
 
 
 class EngineArgs(make_dataclass("_EngineArgs", _fields(), bases=(_Methods,))):  # type: ignore[misc]  # made of a table
-    """Arguments of `LLM(...)`; those of vLLM that have no meaning here are held, and judged when a model is loaded."""
+    """Arguments of `LLM(...)` as one value; they are checked when a model is loaded."""
 
 
 class AsyncEngineArgs(EngineArgs):
@@ -119,9 +119,8 @@ class AsyncLLMEngine(_Engine):
         priority: Priority | int = 0,
         **unused: object,
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs as they grow, as `sampling_params.output_kind` says. Leaving the loop aborts the request.
-
-        Raises what ended the request, and `InvalidRequestError` for vLLM's arguments that ask for what is not here.
+        """Outputs as they grow, cumulative or as deltas by `sampling_params.output_kind`. Leaving the loop aborts the
+        request. Raises the error that ended the request, and `InvalidRequestError` for unsupported arguments of vLLM's.
         """
         check_unused(**unused)
         loop = asyncio.get_running_loop()
@@ -224,7 +223,7 @@ class LLMEngine(_Engine):
         priority: Priority | int = 0,
         **unused: object,
     ) -> str:
-        """Submits a request; what is wrong with it is raised by `step`. Returns its id."""
+        """Submits a request and returns its id. Errors of the request are raised by `step`."""
         check_unused(**unused)
         if request_id in self._running:
             raise InvalidRequestError("request_id", request_id, "must not be that of a request that runs")
@@ -271,7 +270,7 @@ class LLMEngine(_Engine):
         """Does nothing: `get_metrics` has the counts."""
 
     def step(self) -> list[RequestOutput]:
-        """Waits for the next output of any request. Raises what ended a request. Empty where none runs."""
+        """Waits for the next output of any request. Raises the error that ended a request. Empty if no request runs."""
         if not self._running:
             return []
         name, output = self._arrived.get()

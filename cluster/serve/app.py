@@ -61,7 +61,7 @@ _MANY: Final = 10_000
 def build_app(args: Mapping[str, Any]) -> serve.Application:
     """The application for a tree of settings, as in a configuration file. Raises `ConfigurationError`.
 
-    Needs a connection to the Ray cluster that it is to run on: what its nodes have decides the placement.
+    Needs a connection to the Ray cluster that it will run on: the placement depends on the resources of its nodes.
     """
     config = with_template_texts(load_config(mapping_layer(HoldfastConfig, args, "build_app")).config)
     check_exposed(config.security, config.cluster.host or ANY_INTERFACE)
@@ -76,8 +76,8 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
 def build_model(args: Mapping[str, Any]) -> serve.Application:
     """The application of one more model for the cluster whose application is named `cluster.namespace`.
 
-    Takes the settings of `build_app`; those of routers and of their requests are the cluster's. Name it
-    `{namespace}:{model}`, and `holdfast models` knows it.
+    Takes the settings of `build_app`; settings of routers and requests are the cluster's. Deploy it as
+    `{namespace}:{model}`, so that `holdfast models` finds it.
     """
     config = with_template_texts(load_config(mapping_layer(HoldfastConfig, args, "build_model")).config)
     if config.cluster.models:

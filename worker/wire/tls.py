@@ -90,7 +90,7 @@ OLDEST: Final = ssl.TLSVersion.TLSv1_2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """Files of one end, in PEM: who it is, and whom it trusts."""
+    """PEM files of one end: its certificate and key, and the CA that it trusts."""
 
     cert: str | Path | None = None
     """The chain of certificates by which this end says who it is, its own first."""
