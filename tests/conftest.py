@@ -73,8 +73,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
     return LoadFiles(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests need a GPU; that they were left out is said at the end, never in silence."""
+    examples.leave_to_long_runs(items)
     items.sort(
         key=lambda item: item.get_closest_marker("cluster") is None
     )  # what starts Ray takes longest: it goes first

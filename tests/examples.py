@@ -1,8 +1,15 @@
-"""How many examples Hypothesis tries: all in a long run, a quarter in the run of every day, which leaves out `slow`."""
+"""How much the run of every day tries, which leaves out `slow`.
 
+A quarter of the examples that Hypothesis tries in a long run; of tests that are marked `in_turn` each value of each
+parameter once, not all combinations.
+"""
+
+from collections.abc import Iterable
+from itertools import groupby
 from typing import Final
 
 import hypothesis
+import pytest
 
 DEFAULT: Final = 100
 """Hypothesis' own number, for tests that name none."""
@@ -20,3 +27,15 @@ def load_profile(*, is_long: bool) -> None:
 def examples(number: int) -> int:
     """`max_examples` of a test that tries so many in a long run."""
     return number * hypothesis.settings.default.max_examples // DEFAULT
+
+
+def leave_to_long_runs(items: Iterable[pytest.Item]) -> None:
+    """Marks as `slow` what is beyond each value in its turn: of parameters with m and n values max(m, n) tests stay."""
+    marked = (item for item in items if item.get_closest_marker("in_turn"))
+    for _, group in groupby(marked, key=lambda item: item.nodeid.partition("[")[0]):
+        tests = [(item, item.callspec.indices) for item in group]  # type: ignore[attr-defined]
+        sizes = {name: 1 + max(indices[name] for _, indices in tests) for name in tests[0][1]}
+        turns = [{name: turn % size for name, size in sizes.items()} for turn in range(max(sizes.values()))]
+        for item, indices in tests:
+            if indices not in turns:
+                item.add_marker(pytest.mark.slow)

@@ -7,7 +7,7 @@ on a loop is tested on the one that serves, and on asyncio's where that costs li
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
@@ -53,7 +53,16 @@ def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 
 def on_each_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """The same once on each kind of loop."""
+    """The same once on each kind of loop: every day on the one that serves, on asyncio's in long runs."""
+    return _on_loops(test, [SERVING, pytest.param("asyncio", marks=pytest.mark.slow)])
+
+
+def on_any_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """The same for what runs on the loops of others, as clients do: every day on each kind."""
+    return _on_loops(test, LOOPS)
+
+
+def _on_loops(test: Callable[..., Awaitable[None]], names: Iterable[Any]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def runs(*args: Any, loop_name: str, **kwargs: Any) -> None:
@@ -62,4 +71,4 @@ def on_each_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     signature = inspect.signature(test)
     named = inspect.Parameter("loop_name", inspect.Parameter.KEYWORD_ONLY)
     runs.__signature__ = signature.replace(parameters=[*signature.parameters.values(), named])  # type: ignore[attr-defined]
-    return pytest.mark.parametrize("loop_name", LOOPS)(runs)
+    return pytest.mark.parametrize("loop_name", names)(runs)

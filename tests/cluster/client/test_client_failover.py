@@ -9,7 +9,7 @@ from holdfast.cluster.client.blocking_client import Client
 from holdfast.worker.errors import RequestSupersededError
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica, Wire
-from tests.loops import on_a_loop, on_each_loop
+from tests.loops import on_a_loop, on_any_loop
 from tests.router.site import Site, expected, site
 
 NUM_TOKENS = 60
@@ -27,7 +27,7 @@ async def check(chunks: list, num_tokens: int = NUM_TOKENS) -> None:
     assert len({chunk.request_id for chunk in chunks}) == 1
 
 
-@on_each_loop
+@on_any_loop
 async def test_a_stream_goes_on_at_another_router():
     mine, other = await FakeReplica.start("a"), await FakeReplica.start("b")
     async with site(mine) as first, site(other) as second:
@@ -66,7 +66,7 @@ async def test_a_router_that_stops_hands_its_streams_over():
         assert len(other.submits[0].output_token_ids) >= 5
 
 
-@on_each_loop
+@on_any_loop
 async def test_a_router_without_others_gives_its_streams_time():
     replica = await FakeReplica.start()
     async with site(replica) as place, AsyncClient(place.router.address) as client:
@@ -77,7 +77,7 @@ async def test_a_router_without_others_gives_its_streams_time():
         assert len(replica.submits) == 1
 
 
-@on_each_loop
+@on_any_loop
 async def test_a_connection_that_breaks_is_made_again():
     replica = await FakeReplica.start()
     async with site(replica) as place:
@@ -93,7 +93,7 @@ async def test_a_connection_that_breaks_is_made_again():
         await wire.stop()
 
 
-@on_each_loop
+@on_any_loop
 async def test_a_router_that_is_lost_before_the_first_token_is_replaced_as_well():
     """It has taken the request, so the short time for those whom nobody answers does not hold."""
     replica = await FakeReplica.start()
@@ -110,7 +110,7 @@ async def test_a_router_that_is_lost_before_the_first_token_is_replaced_as_well(
         await wire.stop()
 
 
-@on_each_loop
+@on_any_loop
 async def test_the_blocking_client_survives_as_well():
     mine, other = await FakeReplica.start("a"), await FakeReplica.start("b")
     async with site(mine) as first, site(other) as second:
@@ -128,7 +128,7 @@ async def test_the_blocking_client_survives_as_well():
         await check(await iterating, 400)
 
 
-@on_each_loop
+@on_any_loop
 async def test_leaving_a_blocking_iteration_aborts_the_request():
     replica = await FakeReplica.start()
     async with site(replica) as place:
@@ -142,7 +142,7 @@ async def test_leaving_a_blocking_iteration_aborts_the_request():
         assert replica.aborted
 
 
-@on_each_loop
+@on_any_loop
 async def test_whoever_was_superseded_does_not_come_back():
     replica = await FakeReplica.start()
     async with site(replica) as place, AsyncClient(place.router.address) as client:

@@ -13,7 +13,7 @@ from holdfast.worker.errors import ReplicaError
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.wire.loopback import NO_PROXY, proxy_on_the_way, reaching
 from tests.fakes import FakeReplica, byte_tokenizer
-from tests.loops import on_each_loop
+from tests.loops import on_any_loop
 from tests.router.site import eventually, expected
 
 VARIABLES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "grpc_proxy")
@@ -27,7 +27,7 @@ def a_proxy_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@on_each_loop
+@on_any_loop
 async def test_links_and_clients_of_this_machine_go_past_a_proxy():
     replica = await FakeReplica.start()
     router = await Router.start(
@@ -69,7 +69,7 @@ def test_a_client_leaves_the_way_to_other_machines_to_its_user(address, is_direc
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "https_proxy", "grpc_proxy"])
-@on_each_loop
+@on_any_loop
 async def test_a_client_that_a_proxy_keeps_from_its_router_says_so(name, monkeypatch):
     for other in VARIABLES:
         monkeypatch.delenv(other)

@@ -15,8 +15,9 @@ from holdfast.cluster.simulate.world.scenario import draw_scenario
 from holdfast.cluster.simulate.world.world import Failure, simulate
 from tests.cluster.simulate import planted
 
-FEW_SEEDS, NUM_SEEDS = 24, 200
-
+FEW_SEEDS = (*range(12), 22)
+"""Each kind of fault is in one of them, and a replica that the others condemn."""
+NUM_SEEDS = 200
 
 CHEAP_SEEDS = (14, 3, 104)
 """Of the shortest simulations."""
@@ -78,22 +79,24 @@ def storm(seed: int) -> list[PlannedRequest]:
     return [planned for planned in scenario(seed).requests if planned.request.request_id.startswith("storm")]
 
 
-@pytest.mark.parametrize("num_seeds", [FEW_SEEDS, pytest.param(NUM_SEEDS, marks=pytest.mark.slow)])
-def test_simulations_keep_every_promise(num_seeds):
-    campaign = run_campaign(range(num_seeds), jobs=1 if num_seeds == FEW_SEEDS else 2)
+@pytest.mark.parametrize(
+    "seeds", [FEW_SEEDS, pytest.param(range(NUM_SEEDS), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_simulations_keep_every_promise(seeds):
+    num_seeds, campaign = len(seeds), run_campaign(seeds, jobs=1 if seeds == FEW_SEEDS else 2)
     assert [str(failure) for failure in campaign.failures] == []
-    tally, num_in_storms = campaign.tally, sum(len(storm(seed)) for seed in range(num_seeds))
+    tally, num_in_storms = campaign.tally, sum(len(storm(seed)) for seed in seeds)
     assert tally.num_simulations == num_seeds
     assert tally.num_requests > 75 * num_seeds
-    assert tally.outcomes["completed"] > 0.8 * (tally.num_requests - num_in_storms - tally.outcomes["quarantined"])
+    assert tally.outcomes["completed"] > 0.7 * (tally.num_requests - num_in_storms - tally.outcomes["quarantined"])
     assert tally.outcomes["expired"] > 0.5 * num_in_storms > 2.5 * num_seeds
     assert tally.faults.keys() == KINDS.keys()
     assert min(tally.num_reconnects, tally.num_condemned, tally.num_turned_away) > 0
 
 
-@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 300), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 300), marks=pytest.mark.slow)], ids=["few", "many"])
 def test_simulations_keep_every_promise_with_two_plans_in_flight(seeds):
-    campaign = run_campaign(seeds, jobs=1 if len(seeds) < FEW_SEEDS else 2, async_scheduling=True)
+    campaign = run_campaign(seeds, jobs=1 if len(seeds) < len(FEW_SEEDS) else 2, async_scheduling=True)
     assert [str(failure) for failure in campaign.failures] == []
     assert campaign.tally.num_ahead > 50 * len(seeds)
 

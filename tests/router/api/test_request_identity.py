@@ -122,6 +122,7 @@ async def abort(place: Site, tenant: str, request_id: str) -> bool:
     return (await place.stub.Abort(asked, metadata=with_key(secret_of(tenant)))).was_open
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("attack", ATTACKS)
 @pytest.mark.parametrize("victim", VICTIMS)
 @on_a_loop

@@ -135,6 +135,7 @@ def ids(name: str, are_single: bool) -> dict[str, int]:
     return single_tokens(tokens(name), lambda text: fast.encode(text, add_special_tokens=False).ids)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("are_single", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_required_and_named_outputs_are_calls_that_match_the_schemas(name: str, are_single: bool):
@@ -153,6 +154,7 @@ def test_required_and_named_outputs_are_calls_that_match_the_schemas(name: str, 
         check(calls)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("are_single", [False, True])
 @pytest.mark.parametrize(
     "name", ["hermes", "qwen3_coder", "mistral", "deepseek_v31", "gemma4", "lfm2", "pythonic", "llama3_json", *NEW]

@@ -40,7 +40,7 @@ def whole() -> dict[str, Any]:
     return bits_of_models(SingleRank())
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_threads_as_ranks_have_the_bits_of_the_whole(whole, size):
     for result in on_ranks(size, bits_of_models):
         for model in MODELS:

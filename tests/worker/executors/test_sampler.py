@@ -35,6 +35,7 @@ def test_top_k_keeps_the_k_best_and_ties_with_the_last():
     assert kept(keep_top_k(logits, [2, 3, 1])) == [{1, 2, 3}, {0, 1, 2}, {4}]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("scale", [0.05, 1.0, 4.0])
 @pytest.mark.parametrize("vocab_size", [5, 100, 3000])
 def test_top_p_keeps_the_smallest_set_with_enough_mass(vocab_size, scale):

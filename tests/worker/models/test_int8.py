@@ -156,6 +156,7 @@ def test_what_does_not_lie_in_whole_units_is_dequantized(tmp_path):
 # --- models ---
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(
     ("family", "kind", "changes"),
     [
@@ -195,9 +196,13 @@ MIXED = {
     "smollm3": {"ffn_gate": "Q6_K"},
 }
 """Families, and the types of other tensors of theirs."""
+EVERY_DAY = ("gemma2", "gemma3_text", "mixtral", "qwen2_moe")
+"""Each kind of file: of blocks of 256 and of 32, with experts, and with a shared one."""
 
 
-@pytest.mark.parametrize("family", MIXED)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in EVERY_DAY else pytest.mark.slow) for name in MIXED]
+)
 def test_each_part_of_a_mixed_file_stays_in_its_own_form(tmp_path, family):
     folder = mixed(tmp_path, family, **MIXED[family])
     found = layout_in_units(folder, SingleRank())

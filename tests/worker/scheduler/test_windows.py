@@ -79,6 +79,7 @@ SITUATIONS: dict[str, tuple[dict, Callable[[Machine], None]]] = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_tokens_are_those_of_blocks_that_are_never_given_back(name, sizes):

@@ -171,6 +171,7 @@ def test_every_class_has_the_same_bits(simple, dense, dtype, tmp_path):
 SHARED = ["dense", "mixture", "by key heads, mixture", "state last", *MAMBAS]
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("pattern", SHARED, scope="module")
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_have_the_bits_of_one(pattern, size, tmp_path):

@@ -205,11 +205,13 @@ ATTENTIONS: dict[str, tuple[dict[str, Any], int, list[tuple[int, int]]]] = {
 
 
 SLOW = (
+    "27B, one of 4",
     "DeepSeek V3, one of 16",
     "Gemma 4 26B-A4B",
     "Gemma 4 31B, one of 4",
     "Gemma 4 31B, one of 8",
     "Kimi K2, one of 8",
+    "Nemotron 3 Nano, one of 4",
 )
 
 
@@ -229,7 +231,7 @@ def share(folder: Path, changes: dict[str, Any], size: int) -> DecoderLayout:
     return layout
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES))
 def test_layers_of_real_width_are_those_of_the_reference(case, tmp_path):
     changes, size = CASES[case]
     layout = share(tmp_path, changes, size)
@@ -240,7 +242,7 @@ def test_layers_of_real_width_are_those_of_the_reference(case, tmp_path):
     assert_layers_are_right(layout)
 
 
-@pytest.mark.parametrize("case", MAMBAS)
+@pytest.mark.parametrize("case", cases(MAMBAS))
 def test_layers_of_real_width_with_mamba2_are_those_of_the_reference(case, tmp_path):
     changes, size, heads, groups = MAMBAS[case]
     layout = share(tmp_path, changes, size)
@@ -250,7 +252,7 @@ def test_layers_of_real_width_with_mamba2_are_those_of_the_reference(case, tmp_p
     assert_layers_are_right(layout)
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_layers_of_the_width_of_gemma_4_e2b_are_those_of_the_reference(size, tmp_path):
     layout = share(tmp_path, E2B, size)
     attentions = [attention_of(layer) for layer in layout.layers]

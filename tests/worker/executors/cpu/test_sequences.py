@@ -42,6 +42,7 @@ def together(runner, sequences, starts):
                 done[number] += len(logits)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("model", CASES)
 def test_a_step_of_many_sequences(model, threads):
@@ -55,6 +56,7 @@ def test_a_step_of_many_sequences(model, threads):
         assert same_bits(logits, alone(layout, ids)), len(ids)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("model", ["gemma2", "glm4_moe_lite"])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("block_size", [16, 32, 48])
@@ -103,6 +105,7 @@ def test_nan_is_not_taken_for_a_number(softcap, monkeypatch):
     runner.close()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("model", ["glm4_moe_lite", "gpt_oss"])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize("block_size", [16, 32, 48])
