@@ -63,6 +63,7 @@ def test_requests_are_told_the_same_in_any_company(name, leader, requests, alone
         assert scheduler.stats().num_draft_tokens > 0
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("drafts", [0, 8])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_preempted_they_are_told_the_same(drafts, prefix_caching, leader, requests, alone):

@@ -67,6 +67,7 @@ def test_what_a_rank_of_them_needs_is_estimated(pattern, tmp_path):
     assert shared.state_bytes == whole.state_bytes // 2
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("pattern", ["attention last", "odd channels", "mixture", "conv, mixture"])
 def test_on_several_ranks_they_have_the_bits_of_one(pattern, size, tmp_path, prompts):

@@ -214,7 +214,7 @@ def test_files_without_such_a_layer_are_refused_by_name(tmp_path):
 
 
 def test_families_without_such_layers_are_refused_by_name(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"mtp.*model type llama has no next-token layer"):
+    with pytest.raises(ConfigurationError, match=r"mtp.*model type llama has no supported next-token"):
         load(configured(save_tiny_model("llama", tmp_path)))
 
 
