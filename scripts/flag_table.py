@@ -11,7 +11,7 @@ from typing import Final, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.config.flag_table import PATH, SamplingFlag, SettingFlag
+from holdfast.cluster.config.flags import PATH, SamplingFlag, SettingFlag
 from holdfast.cluster.config.sources import is_secret, leaves
 from holdfast.worker.parameters import BIASES, NUMBER, SWITCH, TEXTS, TOKEN_IDS, WHOLE, Kind, Parameter
 from holdfast.worker.sampling_params import PARAMETERS

@@ -151,8 +151,7 @@ def _run_paged_kernels(launch: Any, prompt_rows: int) -> None:
 def _run_modules(record: Any, counts: Iterable[int]) -> None:
     """The products, experts and means of Hugging Face's modules, by the shapes of DeepSeek-V2-Lite."""
     from holdfast.worker.executors.gpu.launches import Launches
-    from holdfast.worker.executors.gpu.products import DeviceExperts, DeviceProduct
-    from holdfast.worker.executors.gpu.row_functions import RowFunctions
+    from holdfast.worker.executors.gpu.products import DeviceExperts, DeviceProduct, RowFunctions
 
     def weight(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.draws import DrawParams, LogitsSettings
-from holdfast.worker.executors.coded import CodedMatrix, CodeForm, CodeKind
+from holdfast.worker.executors.coded import CodedMatrix, CodeForm, CodeKind, Offset
 from holdfast.worker.executors.layout import Activation, Attention, DecoderLayout, Experts, Layer, Mlp, Rotary
 from holdfast.worker.executors.linears import Linear, Norm
-from holdfast.worker.executors.units import Offset
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 

@@ -102,13 +102,13 @@ CORES = (  # files without IO in rooms that have some: the simulator runs them, 
     "worker/wire/link_responses.py",
     "worker/wire/message_bounds.py",
     "worker/wire/sampling_fields.py",
-    *(f"cluster/verify/{name}.py" for name in ("exchange", "compare", "subject", "reach", "purity", "semantics")),
+    *(f"cluster/verify/{name}.py" for name in ("exchange", "compare", "subject", "purity", "semantics")),
     *(f"cluster/verify/{name}.py" for name in ("protocol", "structured", "numbers", "company")),
 )
 INTERNALS = {  # the file that uses a package's private modules and names, and says in which version they were read
     "ray": "cluster/serve/ray_internals.py",
     "grpc": "router/api/grpc/channelz.py",
-    "torch": "worker/distributed/torch_internals.py",
+    "torch": "worker/distributed/tensor_parallel.py",
     "uvicorn": "router/api/http/server.py",
 }
 UNDOCUMENTED = {"ray": ("core", "serve.context"), "uvicorn": ("protocols",)}  # internals whose names have no underscore

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from benchmarks.router_parts.hostile_fields import BODIES, REQUESTS, Hostile, paths, varint
 from holdfast.foreign import grpc_service_pb2, vllm_engine_pb2
-from holdfast.router.api.http.body_bounds import body_bounds
+from holdfast.router.api.http.request_reader import body_bounds
 from holdfast.router.config import LimitsConfig
 from holdfast.router.wire.bounds import public_bounds
 from holdfast.v1 import inference_pb2

@@ -179,7 +179,7 @@ COMMANDS: Final = (
     ),
     Command(
         name="completion",
-        target="completion:completion",
+        target="cli:completion",
         help="Print the script with which a shell completes commands and flags.",
         details=(
             "bash: holdfast completion bash > ~/.local/share/bash-completion/completions/holdfast; zsh: into a "

@@ -1,4 +1,5 @@
-"""Entry point of the `holdfast` command: its list of commands, and the exit codes of the process.
+"""Entry point of the `holdfast` command: its list of commands, the exit codes of the process, and `holdfast
+completion`.
 
 Exit codes: 0 done, 1 failed, 2 the caller's mistake (usage, settings, input), 130 interrupted. The commands live in the
 files beside this one and are imported only when they run, so that `--help` stays fast.
@@ -7,9 +8,9 @@ files beside this one and are imported only when they run, so that `--help` stay
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Annotated, Final, Literal
 
-from cyclopts import App, CycloptsError, Group
+from cyclopts import App, CycloptsError, Group, Parameter
 
 from holdfast.cluster.commands.catalogue import COMMANDS, EXAMPLES, GROUPS, of_words
 from holdfast.cluster.commands.command import ESSENTIALS, MORE, OPERATIONS, examples_text
@@ -119,3 +120,13 @@ def _say(message: str, code: int) -> int:
 
 if __name__ == "__main__":
     main()
+
+
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], Parameter(help="bash, zsh or fish")], /) -> int:
+    """Print the script that completes `holdfast` in a shell.
+
+    bash: holdfast completion bash > ~/.local/share/bash-completion/completions/holdfast; zsh: into a file _holdfast in
+    a folder of $fpath; fish: into ~/.config/fish/completions/holdfast.fish
+    """
+    print(app.generate_completion(prog_name="holdfast", shell=shell))
+    return 0

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from holdfast.cluster.config.flag_table import flag_table
-from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
+from holdfast.cluster.config.flags import ESSENTIALS, flag_table, takes_settings
 from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.process_memory import readable_bytes

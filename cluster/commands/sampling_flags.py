@@ -1,4 +1,4 @@
-"""Command-line flags of the sampling parameters, made from the table of their declarations (`flag_table.py`).
+"""Command-line flags of the sampling parameters, made from the table of their declarations (`flags.py`).
 `SamplingParams` checks the values, as for any caller.
 """
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Parameter as Option
 
-from holdfast.cluster.config.flag_table import SamplingFlag, flag_table
-from holdfast.cluster.config.flags import ENDING, REPORT, SAMPLING, STRUCTURE
+from holdfast.cluster.config.flags import ENDING, REPORT, SAMPLING, STRUCTURE, SamplingFlag, flag_table
 from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -245,9 +245,7 @@ def _write(
 
     from rich.console import Console
 
-    from holdfast.cluster.verify.display import print_report
-    from holdfast.cluster.verify.page import page
-    from holdfast.cluster.verify.report import write
+    from holdfast.cluster.verify.report import page, print_report, write
 
     print_report(Console() if sys.stdout.isatty() else Console(width=120), report)
     texts = (

@@ -13,7 +13,7 @@ from typing import Any, Final
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.slices import told_of_uneven, uneven_shares
+from holdfast.worker.executors.layout_arithmetic import told_of_uneven, uneven_shares
 from holdfast.worker.models import weight_files
 from holdfast.worker.models.checkpoint_scheme import check_quantization, quantization_of
 from holdfast.worker.models.checks import check_heads, check_kv_cache_dtype

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from holdfast.cluster.verify import company, numbers, protocol, purity, reach, semantics, structured
+from holdfast.cluster.verify import company, numbers, protocol, purity, semantics, structured
 from holdfast.cluster.verify.exchange import Answer
 from holdfast.cluster.verify.finding import CheckResult, Kind
-from holdfast.cluster.verify.subject import Api, During, Pause, Steps, Subject
+from holdfast.cluster.verify.subject import Api, During, Pause, Steps, Subject, reach
 from holdfast.cluster.verify.transport import BudgetSpent, Transport
 
 CHECKS: Final[Mapping[str, Callable[[Subject, Api], Steps]]] = {
@@ -70,7 +70,7 @@ class Audit:
     def _plan(self) -> Sequence[tuple[str, Callable[[], Steps]]]:
         """Checks in their order. Their APIs are known when they begin, so they are made late."""
         subject, known = self.subject, list(self.checks)
-        plan: list[tuple[str, Callable[[], Steps]]] = [("reach", partial(reach.reach, subject))]
+        plan: list[tuple[str, Callable[[], Steps]]] = [("reach", partial(reach, subject))]
         plan += [(name, partial(self._for_each_api, CHECKS[name])) for name in CHECKS if name in known]
         if "numbers" in known:
             plan.append(("numbers", self._numbers))

@@ -13,8 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from holdfast.router.schemas.numbers import LOWER, UPPER, check_exact, normalize_bounds
-from holdfast.router.schemas.objects import normalize_object
-from holdfast.router.schemas.patterns import normalize_strings
+from holdfast.router.schemas.patterns import normalize_object, normalize_strings
 from holdfast.router.schemas.places import References, SchemaError, children
 from holdfast.router.schemas.satisfiability import Disjointness, FiniteValues, types_of
 

@@ -13,8 +13,8 @@ from holdfast.router.api.connection_guard import ConnectionGuard
 from holdfast.router.api.grpc import admin, endpoint_picker, server
 from holdfast.router.api.grpc import standard_services as health
 from holdfast.router.api.http.app import HttpApi
-from holdfast.router.api.http.body_bounds import body_bounds
 from holdfast.router.api.http.request_origin import RequestOrigins
+from holdfast.router.api.http.request_reader import body_bounds
 from holdfast.router.api.intake import DecodeWorker, Intake
 from holdfast.router.api.load_reports import LoadReports
 from holdfast.router.api.open_inference import servicer as open_inference

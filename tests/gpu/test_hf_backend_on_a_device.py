@@ -12,7 +12,7 @@ if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("needs a CUDA device, and TRITON_INTERPRET=0", allow_module_level=True)
 
 from holdfast.worker.executors.gpu.launches import triton_launch
-from holdfast.worker.executors.gpu.row_functions import RowFunctions
+from holdfast.worker.executors.gpu.products import RowFunctions
 from tests.parity.families import NOT_NATIVE
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu.cancelling import cancelling_product

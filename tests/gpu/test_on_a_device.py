@@ -15,10 +15,10 @@ if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "0":
 
 from holdfast.worker.executors import kv_cache as fp8
 from holdfast.worker.executors.cpu.sampler import NativeSampler
-from holdfast.worker.executors.gpu.coded_weights import coded_on
 from holdfast.worker.executors.gpu.graphs import Buffers, cuda_capture
 from holdfast.worker.executors.gpu.launches import AttentionTiles, Launches, SplitSpace, StepTensors
 from holdfast.worker.executors.gpu.layers import kv_spec
+from holdfast.worker.executors.gpu.linear_tiles import coded_on
 from holdfast.worker.executors.gpu.mixtures import DeviceMixtures, MixtureLaunches
 from holdfast.worker.executors.gpu.sampler import DeviceSampler
 from holdfast.worker.executors.gpu.weights import DeviceMixture, unfit

@@ -2,6 +2,8 @@
 
 Sums are taken in rank order, so every rank gets the same bits, and a value's bits depend neither on the size of the
 message nor on its place in it. Half types are added in float32 and rounded once.
+
+The private APIs of PyTorch that Holdfast uses, all of them, are here, as they were read in PyTorch 2.13.
 """
 
 import socket
@@ -15,11 +17,19 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore  # declared there; `torch.distributed` has it without a type
 
 from holdfast.worker.distributed.peer_sockets import PeerSockets
 from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous, meet
-from holdfast.worker.distributed.torch_internals import TCPStore, abort_process_group
 from holdfast.worker.errors import ReplicaError
+
+
+def abort_process_group() -> None:
+    """Ends the collectives that wait on NCCL, after a rank was lost; from any thread. Raises `RuntimeError` where there
+    is no group.
+    """
+    dist.distributed_c10d._abort_process_group()
+
 
 Message = NDArray[np.int64]
 

@@ -19,9 +19,8 @@ import numpy as np
 from holdfast.worker.cache.block_store import BlockStore
 from holdfast.worker.cache.sealing import WrongDigestError
 from holdfast.worker.engine.block_sockets import Block, BlockReceiver, BlockServer, TransferKey
-from holdfast.worker.engine.mover_counts import MoverCounts, MoverEvents
-from holdfast.worker.engine.tier_mover import KV, Place
-from holdfast.worker.executors.block_bytes import BlockBytes, Bytes
+from holdfast.worker.engine.tier_mover import KV, MoverCounts, MoverEvents, Place
+from holdfast.worker.executors.kv_cache import BlockBytes, Bytes
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,9 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.block_mover import BlockMover, Sender
 from holdfast.worker.engine.block_sockets import TransferKey
-from holdfast.worker.engine.mover_counts import MoverCounts, MoverEvents
-from holdfast.worker.engine.tier_mover import KV, NAME_BYTES, STATE, Place
+from holdfast.worker.engine.tier_mover import KV, NAME_BYTES, STATE, MoverCounts, MoverEvents, Place
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.block_bytes import BlockMemory
+from holdfast.worker.executors.kv_cache import BlockMemory
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.weight_files import weights_stamp
 from holdfast.worker.models.weights import model_folder

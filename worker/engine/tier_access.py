@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.inbox import Inbox
-from holdfast.worker.engine.mover_counts import MoverEvents
 from holdfast.worker.engine.sendings import Sendings
+from holdfast.worker.engine.tier_mover import MoverEvents
 from holdfast.worker.request import PinnedPrefix
 
 

@@ -1,12 +1,14 @@
 """KV cache on a GPU: for each attention layer of a rank a pool of keys and one of values, cut into blocks. Here is only
-the memory; a CPU's is `cpu/cache.py`.
+the memory, and the bytes of blocks, to be read and written, of any cache; a CPU's memory is `cpu/cache.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.model_info import TILE_TOKENS
@@ -189,3 +191,45 @@ def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _two_to(power: Tensor) -> Tensor:
     """float64, exactly: `torch.ldexp` and `exp2` promise less."""
     return ((power.long() + 1023) << 52).view(torch.float64)
+
+
+Bytes = NDArray[np.uint8]
+
+
+class BlockBytes:
+    """A pool of blocks whose layers lie apart: one row of bytes for each block, its layers one after the other."""
+
+    def __init__(self, layers: Sequence[Bytes]) -> None:
+        """Takes the bytes of each layer [num_blocks, bytes of a block], as they lie in memory."""
+        self._layers = [layer for layer in layers if layer.shape[1]]
+        self.row_bytes = sum(layer.shape[1] for layer in self._layers)
+
+    def read(self, block_ids: Sequence[int]) -> Bytes:
+        """A copy of these blocks, [N, row_bytes]."""
+        rows = np.empty((len(block_ids), self.row_bytes), dtype=np.uint8)
+        for layer, part in self._parts(rows):
+            np.copyto(part, layer[block_ids])
+        return rows
+
+    def write(self, block_ids: Sequence[int], rows: Bytes) -> None:
+        """Puts rows [N, row_bytes] in place of what these blocks hold. The ids differ from each other."""
+        for layer, part in self._parts(rows):
+            layer[block_ids] = part
+
+    def _parts(self, rows: Bytes) -> list[tuple[Bytes, Bytes]]:
+        """Each layer, and its columns of the rows."""
+        ends = np.cumsum([layer.shape[1] for layer in self._layers]).tolist()
+        return [(layer, rows[:, end - layer.shape[1] : end]) for layer, end in zip(self._layers, ends, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMemory:
+    """The caches of an executor, as far as they can be copied elsewhere and back."""
+
+    blocks: BlockBytes
+    form: str
+    """Layout of rows: rows of equal forms mean the same."""
+    states: BlockBytes | None = None
+    """States, of a model that keeps them."""
+    copy_states: Callable[[NDArray[np.int64]], None] | None = None
+    """Copies slots [2, N], sources and destinations, one after the other."""

@@ -13,9 +13,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.layout_arithmetic import QueryScale
+from holdfast.worker.executors.layout_arithmetic import NUM_SLICES, QueryScale
 from holdfast.worker.executors.linears import Linear, Norm
-from holdfast.worker.executors.slices import NUM_SLICES
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2, ShortConv
 
 

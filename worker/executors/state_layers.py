@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from holdfast.worker.executors.layout_arithmetic import delta_state_length, mamba_state_length
+from holdfast.worker.executors.layout_arithmetic import NUM_SLICES, delta_state_length, mamba_state_length
 from holdfast.worker.executors.linears import Linear, Norm
-from holdfast.worker.executors.slices import NUM_SLICES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,8 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.coded import CodedRows, CodeForm
+from holdfast.worker.executors.coded import CodedRows, CodeForm, UnitForm, Units
 from holdfast.worker.executors.mapped_files import discard_contents
-from holdfast.worker.executors.units import UnitForm, Units
 
 AT_ONCE: Final = 2**18
 """Numbers that are dequantized together: few enough to stay in a core's cache."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-from holdfast.worker.executors.adapters import AdaptedLinear, IntArray, adaptable
+from holdfast.worker.executors.cpu.adapters import AdaptedLinear, IntArray, adaptable
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.models.adapter_folder import AdapterFolder, LowRank
 from holdfast.worker.models.families import FAMILIES

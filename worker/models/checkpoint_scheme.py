@@ -9,9 +9,8 @@ from typing import Final
 from holdfast.worker.config import Quantization
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.gguf.folder import is_made_of_gguf, read_index, source_of
-from holdfast.worker.models.quantization.rule import words_at_load
+from holdfast.worker.models.quantization.rule import NOT_QUANTIZED, words_at_load, words_of
 from holdfast.worker.models.quantization.scheme import read_scheme
-from holdfast.worker.models.quantization.words import NOT_QUANTIZED, words_of
 from holdfast.worker.models.text_model import served_config
 
 _PLAIN: Final = frozenset({"F32", "F16", "BF16"})

@@ -5,9 +5,9 @@ from typing import Any, Final
 
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
-from holdfast.worker.executors.slices import shares_evenly, uneven_shares
+from holdfast.worker.executors.layout_arithmetic import shares_evenly, uneven_shares
 from holdfast.worker.models.families import FAMILIES
-from holdfast.worker.models.layer_shapes import kv_head_counts
+from holdfast.worker.models.family_rules import kv_head_counts
 from holdfast.worker.models.quantization.scheme import read_scheme
 
 CAUSAL_SUFFIXES: Final = ("ForCausalLM", "LMHeadModel")

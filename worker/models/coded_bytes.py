@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from holdfast.worker.config import ModelConfig, Quantization
 from holdfast.worker.errors import UnsupportedModelError
-from holdfast.worker.executors.slices import num_slices
+from holdfast.worker.executors.layout_arithmetic import num_slices
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.family import Family
 from holdfast.worker.models.gguf.folder import is_made_of_gguf, read_index

@@ -6,9 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.executors.block_bytes import BlockMemory
 from holdfast.worker.executors.cpu.cache import TiledCache
-from holdfast.worker.executors.kv_cache import KVCache
+from holdfast.worker.executors.kv_cache import BlockMemory, KVCache
 from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
 
 

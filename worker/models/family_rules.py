@@ -1,4 +1,6 @@
-"""Rules of families: values of a config that follow from others, and what layers differ in."""
+"""Rules of families: values of a config that follow from others, and what layers differ in, such as the number and the
+size of their KV heads.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -130,3 +132,26 @@ def llama4_scale(config: Any) -> QueryScale | None:
     rope = config.rope_parameters
     beta, length = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
     return QueryScale(beta=float(beta), length=int(length)) if beta else None
+
+
+def layer_config(config: Any, layer: int) -> Any:
+    """The config of one layer: the whole model's where all layers are alike."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+
+
+def num_kv_heads(config: Any, layer: int = 0) -> int:
+    """KV heads of a layer, on all ranks together."""
+    return int(getattr(layer_config(config, layer), "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def kv_head_counts(config: Any) -> list[int]:
+    """Each number of KV heads that some layer has."""
+    if not getattr(config, "is_heterogeneous", False):
+        return [num_kv_heads(config)]
+    return sorted({num_kv_heads(config, layer) for layer in range(config.num_hidden_layers)})
+
+
+def head_dim(config: Any, layer: int = 0) -> int:
+    """Dimensions of a layer's keys and values."""
+    own = getattr(layer_config(config, layer), "head_dim", None)
+    return int(own or config.hidden_size // config.num_attention_heads)

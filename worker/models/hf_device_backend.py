@@ -20,8 +20,7 @@ from holdfast.worker.executors.gpu.graphs import (
 )
 from holdfast.worker.executors.gpu.launches import Launch, Launches, triton_launch
 from holdfast.worker.executors.gpu.paged_kernels import PagedKernels, unfit
-from holdfast.worker.executors.gpu.products import DeviceExperts, DeviceProduct
-from holdfast.worker.executors.gpu.row_functions import RowFunctions
+from holdfast.worker.executors.gpu.products import DeviceExperts, DeviceProduct, RowFunctions
 from holdfast.worker.executors.gpu.sampler import DeviceSampler
 from holdfast.worker.executors.kv_cache import KVCache, LayerCache
 from holdfast.worker.models.checks import OTHER_ENGINE, first_line

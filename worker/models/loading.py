@@ -16,7 +16,7 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
-from holdfast.worker.executors.slices import largest_share, told_of_uneven
+from holdfast.worker.executors.layout_arithmetic import largest_share, told_of_uneven
 from holdfast.worker.model_info import ModelInfo, Window, sequence_blocks
 from holdfast.worker.models.backend import Backend, BlockCache, LoadedBackend, load_backend
 from holdfast.worker.models.checkpoint_scheme import quantization_of
@@ -42,8 +42,7 @@ from holdfast.worker.models.native_backend import NativeBackend
 from holdfast.worker.models.next_token import NextTokenLayer
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.pooling import Pooler, check_pooled, load_pooler
-from holdfast.worker.models.quantization.rule import rule_name
-from holdfast.worker.models.quantization.words import NOT_QUANTIZED
+from holdfast.worker.models.quantization.rule import NOT_QUANTIZED, rule_name
 from holdfast.worker.models.quantized_activations import check_quantized_activations
 from holdfast.worker.models.text_model import served_config, told_of_text_model
 from holdfast.worker.models.weight_files import checkpoint_digest

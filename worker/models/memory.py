@@ -21,7 +21,7 @@ from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_kv_cache_dtype, choose_max_model_len
 from holdfast.worker.models.coded_bytes import CodedBytes, coded_bytes
 from holdfast.worker.models.families import FAMILIES
-from holdfast.worker.models.layer_shapes import head_dim, num_kv_heads
+from holdfast.worker.models.family_rules import head_dim, num_kv_heads
 from holdfast.worker.models.model import choose_device, register_attention, serving_dtype
 from holdfast.worker.models.parallel_plan import ParallelPlan, is_transposed_linear
 from holdfast.worker.models.weights import build_hf_model, model_folder, read_config

@@ -11,12 +11,11 @@ from torch import Tensor
 from holdfast.worker.config import KVCacheDtype
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-from holdfast.worker.executors.block_bytes import BlockMemory
 from holdfast.worker.executors.cpu.cache import MAX_HEAD_DIM, TiledCache
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.cpu.tile_memory import linears
 from holdfast.worker.executors.gpu import weights
-from holdfast.worker.executors.kv_cache import KVCache
+from holdfast.worker.executors.kv_cache import BlockMemory, KVCache
 from holdfast.worker.executors.layout import DecoderLayout, Experts, LatentAttention
 from holdfast.worker.executors.step_sampler import OverlappingSampler
 from holdfast.worker.model_info import Window

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.models.checks import check_heads
-from holdfast.worker.models.layer_shapes import num_kv_heads
+from holdfast.worker.models.family_rules import num_kv_heads
 
 
 class Split(Enum):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
-from holdfast.worker.executors.slices import slices_of_rank
+from holdfast.worker.executors.layout_arithmetic import slices_of_rank
 from holdfast.worker.models.experts import ExpertRouter, Experts
-from holdfast.worker.models.layer_shapes import num_kv_heads
+from holdfast.worker.models.family_rules import num_kv_heads
 from holdfast.worker.models.linear import (
     ColumnParallelLinear,
     Linear,

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.executors.coded import UNIT
+from holdfast.worker.executors.layout_arithmetic import slices_of_rank
 from holdfast.worker.executors.linears import Linear, Norm
-from holdfast.worker.executors.slices import slices_of_rank
 from holdfast.worker.executors.stored_matrix import StoredMatrix
-from holdfast.worker.executors.units import UNIT
 from holdfast.worker.models.checks import check_heads
 from holdfast.worker.models.family import Family, NormKind
 from holdfast.worker.models.parallel_plan import Segment, share_of_vocabulary

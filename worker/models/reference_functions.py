@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from holdfast.worker.executors.coded import FAR, FAR_FROM, LINE, UNIT
 from holdfast.worker.executors.layout import Activation, Experts, Mlp, Rotary
-from holdfast.worker.executors.units import FAR, FAR_FROM, LINE, UNIT
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:

@@ -16,17 +16,16 @@ from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2, ShortC
 from holdfast.worker.models.checks import check_heads
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.family import HeadNorms, NextToken, Packing, is_set
-from holdfast.worker.models.layer_shapes import head_dim, num_kv_heads
+from holdfast.worker.models.family_rules import head_dim, num_kv_heads
 from holdfast.worker.models.model import serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
 from holdfast.worker.models.quantized_activations import Kept, kept_form
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.rotary import make_rotary
 from holdfast.worker.models.stated_config import NotStated, read_stated_config
-from holdfast.worker.models.stated_delta_net import LINEAR, DeltaNetBuilder
 from holdfast.worker.models.stated_latent import latent_attention
-from holdfast.worker.models.stated_mamba import MambaBuilder, slices_beside
 from holdfast.worker.models.stated_mlp import MlpBuilder
+from holdfast.worker.models.stated_states import LINEAR, DeltaNetBuilder, MambaBuilder, slices_beside
 from holdfast.worker.models.stated_tensors import StoredTensors, Weight, stored_tensors
 from holdfast.worker.models.text_model import POOLING_ENTRIES, served_config
 from holdfast.worker.models.weights import read_json

@@ -6,9 +6,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from holdfast.worker.executors.coded import UNIT
 from holdfast.worker.executors.layout import Activation, Beside, Experts, LayerInput, Mlp, TokenInputs
 from holdfast.worker.executors.linears import Linear
-from holdfast.worker.executors.units import UNIT
 from holdfast.worker.models.family import Moe, is_set
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.stated_config import NotStated

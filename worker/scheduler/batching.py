@@ -183,7 +183,7 @@ class ContinuousBatching:
             queues.admit(sequence, queues.allocator.num_blocks_for(len(sequence.token_ids)), prefix)
             if sequence.request.group_id:
                 siblings.add(sequence)
-            num_tokens = min(num_step_tokens(sequence), budget)
+            num_tokens = min(_step_tokens(sequence), budget)
             if queues.windows is not None:
                 num_tokens = queues.extend_window(sequence, num_tokens)
             shares.append((sequence, num_tokens))
@@ -264,6 +264,12 @@ def _num_held(queues: SequenceQueues, sequence: Sequence) -> int:
     return len(sequence.block_ids) + queues.num_promised_blocks(sequence.max_num_slots)
 
 
+def _step_tokens(sequence: Sequence) -> int:
+    """Tokens of a running sequence that one step may compute: all that are left, where nothing bounds them."""
+    is_unbound = not sequence.cuts and sequence.prompt_logprobs is None
+    return sequence.num_uncomputed_tokens if is_unbound else num_step_tokens(sequence)
+
+
 def share_out(queues: SequenceQueues, sequences: Iterable[Sequence], budget: int, shares: list[Share]) -> int:
     """Divides a budget of tokens among sequences: each gets all it can use before the next gets any. Adds their shares;
     returns what is left of the budget.
@@ -271,7 +277,7 @@ def share_out(queues: SequenceQueues, sequences: Iterable[Sequence], budget: int
     for sequence in sequences:
         if budget <= 0:
             break
-        num_tokens = min(num_step_tokens(sequence), budget)
+        num_tokens = min(_step_tokens(sequence), budget)
         if queues.windows is not None:
             num_tokens = queues.extend_window(sequence, num_tokens)
         shares.append((sequence, num_tokens))

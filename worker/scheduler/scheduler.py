@@ -186,7 +186,7 @@ class Scheduler:
             return None
         shares = self.policy.schedule(self._queues)
         assert shares, "requests are alive and the policy found nothing to do"
-        if self._queues.num_uncomputed_tokens > len(shares):  # else all decode
+        if len(shares) > 1 and self._queues.num_uncomputed_tokens > len(shares):  # else all decode
             shares = bound_prompt_logprobs(shares)
         return self._plan_of(shares, 1 if self._queues.waiting.num_waiting else max_steps)
 

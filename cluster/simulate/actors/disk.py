@@ -1,16 +1,17 @@
-"""Simulated disk of a host: the block stores of its replicas, in virtual time.
+"""Simulated disk of a host: the block stores of its replicas, in virtual time, and its folder of routers' journals.
 
 What a block holds is what the pseudo-model has written to it, and with it goes whose it is: tenant, salt and release of
 the request that computed it. Who reads keys and values of another breaks a promise, whatever comes of it.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 from zlib import crc32
 
 from holdfast.cluster.simulate.kernel.timeline import Violation
+from holdfast.router.requests.reading_journal import SIZE
 from holdfast.worker.engine.tier_mover import KV
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import StateCopy, StepPlan
@@ -152,3 +153,34 @@ class MovingFigures:
     staged_bytes: int = 0
     num_received_bytes: int = 0
     num_sent_bytes: int = 0
+
+
+class JournalFolder:
+    """Folder of one machine, on which all routers of a simulation run."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, bytearray] = {}
+        self._ended: list[str] = []
+        self._watchers: dict[str, Callable[[str, bytearray], None]] = {}
+
+    def begin(self, router: str, watcher: Callable[[str, bytearray], None]) -> bytearray:
+        """The journal of a router that starts. Its `watcher` is called with each other router that ends."""
+        self._watchers[router] = watcher
+        self._buffers[router] = bytearray(SIZE)
+        return self._buffers[router]
+
+    def end(self, router: str) -> None:
+        """A router has ended, in whichever way."""
+        del self._watchers[router]
+        self._ended.append(router)
+        for watcher in list(self._watchers.values()):
+            watcher(router, self._buffers[router])
+
+    def others(self, router: str) -> Iterator[tuple[str, bytearray]]:
+        """The journals of all other routers, ended ones included."""
+        return ((name, buffer) for name, buffer in self._buffers.items() if name != router)
+
+    @property
+    def left(self) -> list[tuple[str, bytearray]]:
+        """The journals of routers that have ended."""
+        return [(router, self._buffers[router]) for router in self._ended]

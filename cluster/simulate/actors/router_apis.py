@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from holdfast.cluster.simulate.actors.costly_message import Decoder, Decoding, End, LoopCosts
-from holdfast.cluster.simulate.actors.journal_folder import JournalFolder
+from holdfast.cluster.simulate.actors.disk import JournalFolder
 from holdfast.cluster.simulate.actors.messages import Generate, Resets
 from holdfast.cluster.simulate.kernel.network import Connection
 from holdfast.cluster.simulate.kernel.process import SimulatedHangSupervisor

@@ -12,8 +12,7 @@ from typing import Final
 from holdfast.cluster.simulate.actors.attacker import Attacker
 from holdfast.cluster.simulate.actors.client import PATIENCE_S, SimulatedClient
 from holdfast.cluster.simulate.actors.costly_message import Decoder, LoopCosts
-from holdfast.cluster.simulate.actors.disk import SimulatedDisk
-from holdfast.cluster.simulate.actors.journal_folder import JournalFolder
+from holdfast.cluster.simulate.actors.disk import JournalFolder, SimulatedDisk
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.actors.router_apis import ApiSettings

@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from holdfast.cluster.commands.sampling_flags import SamplingFlags
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.config.flag_table import PATH, flag_table
+from holdfast.cluster.config.flags import PATH, flag_table
 from holdfast.cluster.config.sources import is_secret, leaves
 from holdfast.worker.sampling_params import PARAMETERS
 from scripts.flag_table import table

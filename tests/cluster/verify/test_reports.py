@@ -11,8 +11,7 @@ import pytest
 from holdfast.cluster.verify.audit import Audit
 from holdfast.cluster.verify.compare import damage
 from holdfast.cluster.verify.finding import Kind
-from holdfast.cluster.verify.page import page
-from holdfast.cluster.verify.report import Report
+from holdfast.cluster.verify.report import Report, page
 from holdfast.cluster.verify.subject import Subject
 from holdfast.cluster.verify.transport import Budget, Transport, base_url
 from holdfast.worker.errors import ConfigurationError

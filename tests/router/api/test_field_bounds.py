@@ -5,7 +5,7 @@ from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 
 from benchmarks.router_parts.hostile_fields import BODIES, REQUESTS, hostile_bodies, hostile_messages
-from holdfast.router.api.http.body_bounds import body_bounds
+from holdfast.router.api.http.request_reader import body_bounds
 from holdfast.router.config import LimitsConfig
 from holdfast.router.wire.bounds import public_bounds
 from holdfast.v1 import engine_pb2, inference_pb2

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from benchmarks.router_parts.hostile_fields import BODIES
 from holdfast.router.api.http.bodies import ChatBody, CompletionBody
-from holdfast.router.api.http.body_bounds import body_bounds
 from holdfast.router.api.http.chat_completions import chat_request
+from holdfast.router.api.http.request_reader import body_bounds
 from holdfast.router.chat import Chat, plain_messages
 from holdfast.router.config import LimitsConfig
 from holdfast.router.text.adapted_messages import adapted

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from holdfast.router.api.http.bodies import ChatBody
-from holdfast.router.api.http.body_bounds import body_bounds
 from holdfast.router.api.http.messages_body import MessagesBody
+from holdfast.router.api.http.request_reader import body_bounds
 from holdfast.router.api.http.responses_body import ResponsesBody
 from holdfast.router.config import LimitsConfig
 from holdfast.router.wire import json_bounds

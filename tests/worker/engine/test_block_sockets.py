@@ -17,7 +17,7 @@ from holdfast.worker.engine import block_mover, block_sockets
 from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
 from holdfast.worker.engine.tier_mover import KV
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.block_bytes import BlockBytes
+from holdfast.worker.executors.kv_cache import BlockBytes
 
 LIMIT_S = 20.0
 NAMES = [b"k" + bytes([number]) * 16 for number in range(6)]

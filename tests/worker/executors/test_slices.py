@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from holdfast.worker.executors.slices import (
+from holdfast.worker.executors.layout_arithmetic import (
     largest_share,
     num_slices,
     shares_evenly,

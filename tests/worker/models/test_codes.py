@@ -11,11 +11,10 @@ from torch import Tensor
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
-from holdfast.worker.executors.coded import CodedMatrix, CodeKind
+from holdfast.worker.executors.coded import CodedMatrix, CodeKind, Offset
 from holdfast.worker.executors.gpu.weights import DeviceWeights
 from holdfast.worker.executors.layout import DecoderLayout, Experts, Mlp
 from holdfast.worker.executors.linears import Linear
-from holdfast.worker.executors.units import Offset
 from holdfast.worker.models import memory
 from holdfast.worker.models.coded_bytes import CodedBytes
 from holdfast.worker.models.gguf.folder import hf_folder

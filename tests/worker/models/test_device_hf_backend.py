@@ -14,8 +14,7 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.launches import Launches
 from holdfast.worker.executors.gpu.paged_kernels import PagedKernels, unfit
-from holdfast.worker.executors.gpu.products import DeviceExperts, DeviceProduct
-from holdfast.worker.executors.gpu.row_functions import RowFunctions
+from holdfast.worker.executors.gpu.products import DeviceExperts, DeviceProduct, RowFunctions
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.models.experts import Experts

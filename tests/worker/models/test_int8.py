@@ -11,10 +11,10 @@ import torch
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.coded import UNIT
 from holdfast.worker.executors.cpu.tile_memory import linears
 from holdfast.worker.executors.layout import Attention, DecoderLayout
 from holdfast.worker.executors.stored_matrix import StoredMatrix
-from holdfast.worker.executors.units import UNIT
 from holdfast.worker.models.coded_bytes import memory_of_weights
 from holdfast.worker.models.gguf.folder import hf_folder
 from holdfast.worker.models.native_backend import NativeBackend, make_backend

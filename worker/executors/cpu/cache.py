@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import IntArray, StepBatch
-from holdfast.worker.executors.block_bytes import BlockBytes, Bytes
 from holdfast.worker.executors.cpu.part_packing import DTYPES
 from holdfast.worker.executors.cpu.prefault import KvPrefault, Pages
 from holdfast.worker.executors.cpu.tile_memory import address_of
-from holdfast.worker.executors.kv_cache import KVSpec
+from holdfast.worker.executors.kv_cache import BlockBytes, Bytes, KVSpec
 from holdfast.worker.model_info import TILE_TOKENS, Window
 
 SUB_PAGE: Final = 16

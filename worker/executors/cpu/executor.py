@@ -14,9 +14,7 @@ from torch import Tensor
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.adapters import AdaptedLinear
-from holdfast.worker.executors.block_bytes import BlockMemory
-from holdfast.worker.executors.cpu.adapters import PackedAdapter
+from holdfast.worker.executors.cpu.adapters import AdaptedLinear, PackedAdapter
 from holdfast.worker.executors.cpu.cache import BlockForm, TiledCache, last_block
 from holdfast.worker.executors.cpu.exchange import Exchange, check_step, meet, segments_with_sums, tree_sum
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
@@ -29,6 +27,7 @@ from holdfast.worker.executors.cpu.states import VALUE_BYTES, StateCache
 from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeLinear
 from holdfast.worker.executors.cpu.tile_memory import COMPACT_CLASSES, Arena
 from holdfast.worker.executors.finite import NotFiniteError
+from holdfast.worker.executors.kv_cache import BlockMemory
 from holdfast.worker.executors.layout import DecoderLayout, kv_source
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.model_info import Window

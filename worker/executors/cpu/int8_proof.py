@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.executors.cpu.attention import LayerAttention
 from holdfast.worker.executors.cpu.cache import SUB_PAGE, TiledCache
-from holdfast.worker.executors.cpu.products import NativePool
+from holdfast.worker.executors.cpu.products import LayerAttention, NativePool
 from holdfast.worker.executors.kv_cache import KVSpec
 
 INT8_NUMERICS: Final = "kv-int8-1"

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from holdfast.worker.executors.adapters import adaptable
-from holdfast.worker.executors.cpu.adapters import Site
+from holdfast.worker.executors.cpu.adapters import Site, adaptable
 from holdfast.worker.executors.cpu.packed_rows import (
     gate_and_up,
     in_dtype,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import IntArray
-from holdfast.worker.executors.block_bytes import BlockBytes
 from holdfast.worker.executors.cpu.prefault import Pages
 from holdfast.worker.executors.cpu.tile_memory import address_of
+from holdfast.worker.executors.kv_cache import BlockBytes
 from holdfast.worker.executors.layout_arithmetic import mamba_unit
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.worker.executors.coded import SCALE_TYPES, UNIT, Offset, UnitForm, Units
 from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.running_step import array_address
 from holdfast.worker.executors.cpu.structures import NativePanel, NativeUnits
@@ -20,7 +21,6 @@ from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.mapped_files import discard_contents
 from holdfast.worker.executors.stored_matrix import StoredMatrix, for_all
-from holdfast.worker.executors.units import SCALE_TYPES, UNIT, Offset, UnitForm, Units
 
 PIECE_CODES: Final = 4 << 20
 """Codes that are read, a byte each, and then packed."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.finite import check_finite
-from holdfast.worker.executors.gpu.coded_weights import coded_on
+from holdfast.worker.executors.gpu.linear_tiles import coded_on
 from holdfast.worker.executors.layout import (
     Activation,
     DecoderLayout,

@@ -12,9 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.coded import CodedRows, CodeForm, CodeKind
+from holdfast.worker.executors.coded import UNIT, UNITS_TOGETHER, CodedRows, CodeForm, CodeKind, Offset, UnitForm, Units
 from holdfast.worker.executors.stored_matrix import StoredMatrix
-from holdfast.worker.executors.units import UNIT, UNITS_TOGETHER, Offset, UnitForm, Units
 from holdfast.worker.models.gguf.block_names import BLOCKS
 
 _HALF: Final = 16

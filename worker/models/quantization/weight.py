@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.coded import CodedRows, CodeForm, CodeKind
+from holdfast.worker.executors.coded import SCALE_TYPES, UNIT, CodedRows, CodeForm, CodeKind, Offset, UnitForm, Units
 from holdfast.worker.executors.stored_matrix import StoredMatrix
-from holdfast.worker.executors.units import SCALE_TYPES, UNIT, Offset, UnitForm, Units
 from holdfast.worker.models.quantization.codes import Codes, UnsignedCodes
 
 

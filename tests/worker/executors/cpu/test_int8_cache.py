@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.cpu import int8_proof
-from holdfast.worker.executors.cpu.attention import LayerAttention
 from holdfast.worker.executors.cpu.build import CLASSES
 from holdfast.worker.executors.cpu.cache import bytes_per_token
 from holdfast.worker.executors.cpu.int8_proof import decoded, encoded, int8_difference, kept_rows
+from holdfast.worker.executors.cpu.products import LayerAttention
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.models.reference import Reference
 from holdfast.worker.step_plan import BlockCopy

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from holdfast.worker.executors.coded import UNIT, UNITS_TOGETHER, Offset, UnitForm
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS
 from holdfast.worker.executors.layout import DecoderLayout, Mlp, attention_of
 from holdfast.worker.executors.linears import Linear
-from holdfast.worker.executors.units import UNIT, UNITS_TOGETHER, Offset, UnitForm
 from holdfast.worker.models.native_backend import NUMERICS, UNIT_NUMERICS
 from tests.worker.executors.cpu.native import ALL, BF16, F16, F32, library_or_skip, other_classes
 from tests.worker.executors.cpu.runs import Runner, layout_of

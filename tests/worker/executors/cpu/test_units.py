@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from holdfast.worker.executors.coded import UNITS_TOGETHER, Offset, UnitForm, Units
 from holdfast.worker.executors.cpu.library import runnable_classes
 from holdfast.worker.executors.cpu.packed_rows import IntArray, gate_and_up, padded_places
 from holdfast.worker.executors.cpu.part_packing import TILE
 from holdfast.worker.executors.cpu.structures import NativeLinear
 from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.stored_matrix import StoredMatrix
-from holdfast.worker.executors.units import UNITS_TOGETHER, Offset, UnitForm, Units
 from tests.reference.unit_products import UNIT, UnitWeight, fma, quantized, unit_products
 from tests.worker.executors.cpu.native import ALL, BF16, F16, F32, Product, library_or_skip, same_bits
 from tests.worker.executors.cpu.unit_weights import weight_of_units

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.units import UNITS_TOGETHER, Offset, UnitForm, Units
+from holdfast.worker.executors.coded import UNITS_TOGETHER, Offset, UnitForm, Units
 from tests.reference.unit_products import UNIT, Floats, Ints, UnitWeight
 
 

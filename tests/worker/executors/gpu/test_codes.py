@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.coded import CodedMatrix
-from holdfast.worker.executors.gpu import coded_weights
-from holdfast.worker.executors.gpu.coded_weights import coded_on, in_words, inputs_together
+from holdfast.worker.executors.gpu import linear_tiles
 from holdfast.worker.executors.gpu.launches import Launches
+from holdfast.worker.executors.gpu.linear_tiles import coded_on, in_words, inputs_together
 from holdfast.worker.executors.linears import Linear
 from holdfast.worker.models.gguf.block_names import BLOCKS
 from holdfast.worker.models.gguf.tensors import GgufWeight
@@ -132,7 +132,7 @@ class TestPlanted:
             return ((words & 0x0F0F0F0F) << 4) | ((words >> 4) & 0x0F0F0F0F)
 
         assert not self.differs("int4 g32")
-        monkeypatch.setattr(coded_weights, "in_words", swapped)
+        monkeypatch.setattr(linear_tiles, "in_words", swapped)
         assert self.differs("int4 g32")
 
     @pytest.mark.parametrize("form", ["int4 g128, zero points", "int8 g32, zero points"])

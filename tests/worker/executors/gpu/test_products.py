@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.executors.gpu.launches import Launches
-from holdfast.worker.executors.gpu.products import DeviceExperts, DeviceProduct
-from holdfast.worker.executors.gpu.row_functions import RowFunctions
+from holdfast.worker.executors.gpu.products import DeviceExperts, DeviceProduct, RowFunctions
 from holdfast.worker.models.linear import RowParallelLinear, settle
 from tests.fake_group import run_ranks
 from tests.worker.executors.gpu.cancelling import cancelling_product

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from holdfast.worker.models.checkpoint_scheme import quantization_of
+from holdfast.worker.models.quantization.rule import words_of
 from holdfast.worker.models.quantization.scheme import read_scheme
-from holdfast.worker.models.quantization.words import words_of
 from tests.worker.models.quantization.folders import FP8, LAYOUTS
 
 LINEARS = {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
