@@ -54,8 +54,7 @@ def short_snapshot(short: int) -> int:
 
 
 def short_hashes(root: bytes, token_ids: Sequence[int], block_size: int, num_blocks: int) -> Iterator[int]:
-    """The short hashes of a prompt's first blocks, which are full, behind a `root_hash`; each is worked out when it is
-    asked for.
+    """The short hashes of a prompt's first blocks, which are full, behind a `root_hash`; each is computed on demand.
 
     They are `next_hash` and `short_hash`, without the calls: a router makes all of them for each request.
     """

@@ -70,7 +70,7 @@ class LogitsSettings:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     prompt_token_ids: "array[int]" = field(default_factory=lambda: array("q"))
-    """The distinct tokens of the prompt, where the repetition penalty asks for them."""
+    """Distinct tokens of the prompt, for the repetition penalty; else empty."""
     penalties: tuple[float, ...] = field(init=False, repr=False, compare=False)
     """Values of `PENALTIES`."""
     penalize: bool = field(init=False, repr=False, compare=False)
@@ -157,7 +157,7 @@ class DrawParams:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether it depends on more than the argmax of its row, or tells more."""
+        """Whether the draw needs more than the argmax of its row, or reports more."""
         is_warm = self.sampling.temperature >= GREEDY_TEMPERATURE
         return is_warm or self.logits_settings is not None or self.sampling.logprobs is not None
 

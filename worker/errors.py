@@ -34,7 +34,7 @@ MAX_TEXT_BYTES: Final = 1024
 
 
 class Fault(Enum):
-    """Party that caused an error, and so can mend it."""
+    """Party that caused an error."""
 
     CALLER = "caller"
     CAPACITY = "capacity"
@@ -96,7 +96,7 @@ class NotFoundError(CallerError):
 
 
 class AuthenticationError(CallerError):
-    """No valid key was sent. The message is always the same, and tells nothing of what was sent."""
+    """No valid key was sent. The message is always the same, and does not depend on what was sent."""
 
 
 class PermissionDeniedError(CallerError):
@@ -146,7 +146,9 @@ class ByteBudgetError(RateLimitError):
 
 
 class OverloadedError(CapacityError):
-    """A router protects itself: it refuses, or ends, what it could serve later. The message names the resource."""
+    """The router is overloaded: it refuses or ends requests that could be served later. The message names the
+    resource.
+    """
 
 
 class ReplicaError(HoldfastError):
@@ -180,7 +182,7 @@ class VersionGoneError(ReplicaError):
 
 
 class ModelPausedError(ReplicaError):
-    """Operators have paused a model. Requests that run go on."""
+    """Operators have paused a model. Running requests continue."""
 
     def __init__(self, model: str, retry_after_s: float) -> None:
         super().__init__(f"model {model!r} is paused by its operators", retry_after_s)
@@ -200,7 +202,7 @@ class RequestAbortedError(HoldfastError):
 
 
 class RequestSupersededError(RequestAbortedError):
-    """The same request id was submitted again: the newer submission goes on, this one ends."""
+    """The same request id was submitted again: the newer submission continues, this one ends."""
 
 
 class RequestQuarantinedError(HoldfastError):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _KEPT_STEPS: Final = 32
-"""A matcher whose sequence has not drawn for so many steps is dropped. If the sequence comes back, it starts over."""
+"""Steps without a draw after which a sequence's matcher is dropped; later it is built again from the output."""
 
 
 _MARK: Final = "\x02"

@@ -186,12 +186,12 @@ class ReplicaFacts(ModelInfo):
 
 
 def sequence_blocks(num_tokens: int, block_size: int, window: Window | None) -> int:
-    """Blocks that a sequence of so many tokens takes, those of layers with a window among them."""
+    """Blocks that a sequence of this number of tokens needs, including those of sliding-window layers."""
     return -(-num_tokens // block_size) + (0 if window is None else window.most_blocks(num_tokens))
 
 
 def most_tokens(num_blocks: int, block_size: int, window: Window | None) -> int:
-    """Tokens of one sequence that so many blocks hold, those of the layers with a window among them."""
+    """Tokens of one sequence that this number of blocks holds, including blocks of sliding-window layers."""
     if window is None:
         return num_blocks * block_size
     counts = range(num_blocks + 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 Report = Callable[[str, int, int], None]
-"""`report(phase, done, total)`: through it reports whatever takes long. A phase ends when `done` reaches `total`; a
+"""`report(phase, done, total)`: reports the progress of long operations. A phase ends when `done` reaches `total`; a
 total of 1 is a phase without steps.
 """
 

@@ -1,4 +1,4 @@
-"""Requests and their results, as plain data: what a client asks of an engine and what it gets back.
+"""Requests to an engine and their results, as plain data.
 
 Frozen dataclasses and enums, with the checks of their own fields.
 """

@@ -253,7 +253,8 @@ class StepPlan:
     @property
     def sequences(self) -> tuple[ScheduledSequence, ...]:
         """All of them, in order, each as a share of its own. Made anew each time: what runs at every step reads
-        `decodes` and `others`."""
+        `decodes` and `others`.
+        """
         return (*_shares(self.decodes), *self.others)
 
     def with_drafts(self, drafts: Sequence[tuple[int, ...]]) -> "StepPlan":

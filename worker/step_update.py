@@ -142,7 +142,7 @@ class EngineStats:
     """Memory of the leading rank's GPU; 0: there is none."""
 
     def note_gpu(self, gpu: "GpuStats") -> None:
-        """Takes in a GPU as it was measured."""
+        """Stores a measurement of the GPU."""
         self.gpu_utilization = gpu.utilization
         self.gpu_memory_used_bytes = gpu.memory_used_bytes
         self.gpu_memory_total_bytes = gpu.memory_total_bytes
@@ -160,7 +160,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuStats:
-    """A GPU as it is now."""
+    """Current state of a GPU."""
 
     utilization: float = 0.0
     memory_used_bytes: int = 0

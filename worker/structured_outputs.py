@@ -16,7 +16,7 @@ FIELD = "sampling_params.structured_outputs"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
     """Constraint of an output; exactly one of the fields is set. The call shape follows vLLM's class of the same name,
-    whose other fields are taken with the values that ask for nothing (`STRUCTURE_FIELDS`).
+    whose other fields are accepted with their neutral values (`STRUCTURE_FIELDS`).
 
     Raises `InvalidRequestError`, naming the field.
     """

@@ -138,7 +138,9 @@ STRUCTURE_FIELDS: Final[Neutral] = {
 
 
 def check_neutral(name: str, value: object, values: tuple[object, ...], field: str = "") -> None:
-    """Raises `InvalidRequestError` for a value that asks for something. `field` comes before the name in its words."""
+    """Raises `InvalidRequestError` for a value other than the neutral ones. `field` is put before the name in the
+    message.
+    """
     if any(type(value) is type(one) and value == one for one in values):
         return
     wish = " or ".join(repr(one) for one in values if one is not None)
@@ -152,7 +154,7 @@ _MAX_NAME: Final = 64
 
 def check_names(given: Mapping[str, object], known: Collection[str], at: str, notes: Collection[str] = ()) -> None:
     """Raises `InvalidRequestError` for a field of the object `at` that is neither known nor one of the `notes`, which
-    change nothing. Null asks for nothing.
+    have no effect. Null counts as absent.
     """
     for name, value in given.items():
         if name not in known and name not in notes and value is not None:
@@ -161,7 +163,7 @@ def check_names(given: Mapping[str, object], known: Collection[str], at: str, no
 
 
 def takes_neutral(table: Neutral, field: str) -> Callable[[type[Owner]], type[Owner]]:
-    """A class whose constructor also takes the fields of `table`, with the values that ask for nothing.
+    """A class whose constructor also takes the fields of `table`, with their neutral values.
 
     They are not stored: an instance reads as vLLM's default.
     """

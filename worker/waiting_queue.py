@@ -16,7 +16,7 @@ OUTPUT_WEIGHT: Final = 2.0
 step for itself."""
 
 _NUM_KEPT: Final = 1024
-"""Tenants that are remembered whatever they do."""
+"""Most tenants without requests whose counters are kept."""
 
 
 class Tenant:
@@ -103,8 +103,8 @@ class TenantCounters:
 
 
 DUE_AFTER_S: Final = 600.0
-"""A request that names no deadline, or a later one, stands in line as if it were due so long after its arrival. That
-every place in line is finite keeps those without a deadline from starving behind an endless stream of deadlines."""
+"""Due time, after its arrival, of a request without a deadline or with a later one. Because it is finite, requests
+without a deadline do not starve behind a stream of requests with deadlines."""
 
 _urgency: Final = attrgetter("urgency")
 
@@ -222,7 +222,7 @@ class WaitingQueue(Generic[AnyWaiter]):
         self._aside.clear()
 
     def advance(self, now: float) -> None:
-        """Aging: those that have waited long enough by `now` move to the next better class."""
+        """Aging: requests that have waited long enough by `now` move to the next better class."""
         self._now = max(self._now, now)
         while (waiter := self._promotions.pop(self._now)) is not None:
             self._lane(waiter).remove(waiter)

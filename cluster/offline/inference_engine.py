@@ -203,7 +203,8 @@ class InferenceEngine:
         request_id: str = "",
     ) -> RequestOutput:
         """The finished output. Cancelling the awaiting task aborts the request. Raises the error that ended the
-        request."""
+        request.
+        """
         handle = self.enqueue_request(
             prompt,
             params,
@@ -222,7 +223,8 @@ class InferenceEngine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request within one step. Unknown ids are ignored. An id that the caller has given means the caller's
-        request only."""
+        request only.
+        """
         if (router := self._router) is not None:
             router.abort(request_id)
 
@@ -270,7 +272,8 @@ class InferenceEngine:
 
     def get_recommendations(self) -> list[Recommendation]:
         """Recommended changes of settings for the load so far, with reasons; with `auto_tune`, also the changes
-        made."""
+        made.
+        """
         return self._running()[0].engine.recommendations()
 
     @property

@@ -135,7 +135,8 @@ class LLM(PoolingMethods, VllmMethods):
         **service: Unpack[ServiceOfAll],
     ) -> list[str]:
         """Queues prompts for `wait_for_completion`, which runs them. Returns their request ids. Arguments as for
-        `generate`."""
+        `generate`.
+        """
         if mm_processor_kwargs or tokenization_kwargs:
             check_unused(mm_processor_kwargs=mm_processor_kwargs, tokenization_kwargs=tokenization_kwargs)
         return self._enqueue(self._requests(prompts, sampling_params, priority, service, lora_request))

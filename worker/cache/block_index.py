@@ -35,7 +35,7 @@ _STORED: Final = "kept JOIN blocks ON blocks.kind = kept.kind AND blocks.name = 
 
 
 def open_index(folder: Path) -> sqlite3.Connection:
-    """The index, made anew where it is no database any more."""
+    """Opens the index; a damaged one is replaced by an empty one."""
     try:
         return _connected(folder)
     except sqlite3.DatabaseError as error:
@@ -102,7 +102,7 @@ class KeptNames:
         self._clock = clock
 
     def keep(self, kind: bytes, names: Sequence[bytes], tenant: bytes, ttl_s: float) -> None:
-        """Keeps these names, given from a prefix's beginning, for so many seconds. One that is kept longer stays so."""
+        """Keeps these names, in the order of the prefix, for this number of seconds. A longer expiry time stays."""
         self._db.execute("DELETE FROM kept WHERE until <= ?", (self._clock(),))
         ((turn,),) = self._db.execute("SELECT coalesce(max(turn), 0) + 1 FROM kept").fetchall()
         until = self._clock() + ttl_s
@@ -135,7 +135,7 @@ class KeptNames:
         return [KeptBlock(*row) for row in found]
 
     def _drop(self, tenant: bytes, num_bytes: int) -> None:
-        """Forgets names of a tenant until so many bytes fewer are kept: of those kept together the last goes first."""
+        """Drops kept names of a tenant until this number of bytes is freed: of names kept together the last first."""
         found = self._db.execute(
             f"SELECT kept.kind, kept.name, length FROM {_STORED} WHERE tenant = ? ORDER BY turn, place DESC", (tenant,)
         ).fetchall()

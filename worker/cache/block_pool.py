@@ -17,7 +17,7 @@ LASTING_SHARE: Final = 0.75
 
 
 Age = tuple[int, int]
-"""When what is cached is evicted, the least first: which of three lines it stands in, and since when."""
+"""Eviction order of cached content, the least first: number of its queue, and position in it."""
 
 
 class Lodger(Protocol):
@@ -25,12 +25,12 @@ class Lodger(Protocol):
 
     @property
     def num_idle(self) -> int:
-        """Blocks that it would give back for others."""
+        """Blocks that the lodger can give back for other uses."""
         ...
 
     @property
     def num_lasting(self) -> int:
-        """Idle blocks that it gives back late."""
+        """Idle blocks that the lodger gives back last."""
         ...
 
     def make_way(self, age: Age | None) -> bool:
@@ -86,8 +86,8 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be had: without an owner, those that still hold a prefix among them, or with a lodger who
-        gives them back.
+        """Blocks that can be allocated: those without an owner, with or without a cached prefix, and those of a lodger
+        that gives them back.
         """
         own = len(self._blank) + len(self._evictable) + len(self._lasting) + len(self._kept)  # asked in every turn
         return own if self.lodger is None else own + self.lodger.num_idle
@@ -152,7 +152,9 @@ class BlockAllocator:
         return block_ids
 
     def evict_next(self) -> int | None:
-        """Makes the oldest cached block blank and returns it; or those that a lodger has for something older."""
+        """Evicts the least recently used cached block and returns it; None: the lodger has freed blocks of older use
+        instead.
+        """
         if self.lodger is not None and self.lodger.make_way(self.oldest):
             return None
         block_id, _ = (self._evictable or self._lasting or self._kept).popitem(last=False)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 Record = Sequence[memoryview | bytes]
 
 SEGMENTS: Final = 16
-"""A store that is full has about so many: one of them is deleted at a time."""
+"""About as many segments as a full store has: one is deleted at a time."""
 LARGEST_SEGMENT: Final = 256 << 20  # bytes
 _TENANT: Final = b"t"
 _NOWHERE: Final = 0
@@ -97,7 +97,7 @@ class BlockStore:
     # --- blocks ---
 
     def put(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
-        """Writes blocks by name, but for those that are there already; how many were written."""
+        """Writes blocks by name, without those that are stored already. Returns the number written."""
         return self._guarded(lambda: self._put(blocks))
 
     def get(self, name: bytes) -> memoryview | None:
@@ -109,13 +109,13 @@ class BlockStore:
         self._guarded(lambda: self._drop(name))
 
     def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
-        """Keeps these blocks, given from a prefix's beginning and stored now or later, for so many seconds as far as
-        the tenant's share goes: they outlive others that were used later.
+        """Keeps these blocks, given from a prefix's beginning and stored now or later, for this number of seconds,
+        within the tenant's share: they outlive blocks that were used later.
         """
         self._guarded(lambda: self._keep(names, tenant, ttl_s))
 
     def news(self) -> tuple[list[bytes], list[bytes]]:
-        """The names that have come since the last call, from all processes, and those that were removed."""
+        """Names added since the last call, by any process, and names removed."""
         return self._guarded(self._news)
 
     @property
@@ -131,7 +131,7 @@ class BlockStore:
     # --- internals ---
 
     def _guarded(self, action: Callable[[], T]) -> T:
-        """Errors of SQLite as OSError. An index that is broken is made anew."""
+        """Errors of SQLite as OSError. A damaged index is replaced by an empty one."""
         try:
             return action()
         except sqlite3.Error as error:
@@ -287,7 +287,7 @@ class BlockStore:
         return sizes
 
     def _make_room(self, num_bytes: int) -> None:
-        """Deletes segments until so many bytes fit."""
+        """Deletes segments until this number of bytes fits."""
         sizes = self._sizes()
         total = sum(sizes.values())
         if total + num_bytes <= self._max_bytes:

@@ -16,11 +16,10 @@ class _Pin(NamedTuple):
 
 
 class Pins:
-    """Which blocks are pinned, for whom, until when. Every call costs O(log pins) per block.
+    """Pinned blocks by tenant, with expiry times. Every call costs O(log pins) per block.
 
-    `budget`: most blocks of one tenant. Beyond it, the tenant's pins that were set or renewed longest ago give way;
-    those of other tenants are not touched. A pinned block is cached, and a block's hash covers its tenant: no block has
-    pins of two.
+    `budget`: most blocks of one tenant. Beyond it, the tenant's least recently set or renewed pins are dropped; those
+    of other tenants stay. A pinned block is cached, and a block's hash covers its tenant: no block has pins of two.
     """
 
     def __init__(self, budget: int) -> None:
@@ -91,7 +90,7 @@ class Pins:
             assert self._looked_at.get(block_id, pin.until_s + 1) <= pin.until_s, f"the pin of {block_id} has no end"
 
     def _look_at(self, block_id: int, at: float) -> None:
-        """Sees to it that the pin is looked at by then."""
+        """Schedules the check of the pin's expiry."""
         if at < self._looked_at.get(block_id, float("inf")):
             self._looked_at[block_id] = at
             heappush(self._ends, (at, block_id))

@@ -30,7 +30,7 @@ CacheEvent = BlockStored | BlockEvicted
 
 
 class HashChain:
-    """The hashes of one sequence's full blocks. Each is worked out once, when it is first asked for."""
+    """The hashes of one sequence's full blocks. Each is computed once, at its first use."""
 
     __slots__ = ("_hashes",)
 
@@ -79,7 +79,7 @@ class PrefixCache:
         return self._block_ids.keys()
 
     def find(self, chain: HashChain, token_ids: Sequence[int], max_num_blocks: int) -> list[int]:
-        """The blocks of the longest prefix of `token_ids` that is stored, up to so many full blocks."""
+        """Blocks of the longest cached prefix of `token_ids`, at most `max_num_blocks` full blocks."""
         block_ids: list[int] = []
         for index in range(max_num_blocks if self.enabled else 0):
             block_id = self._block_ids.get(chain.hash_of(index, token_ids, self._block_size))

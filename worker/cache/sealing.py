@@ -17,7 +17,7 @@ DIGEST_BYTES: Final = 16
 _NONCE_BYTES: Final = 12
 KEY_BYTES: Final = 32
 KIND_BYTES: Final = 1
-"""A name begins with what it names; the hash after it has the size of a block of AES."""
+"""A name begins with a byte for its kind; the hash after it has the size of a block of AES."""
 
 
 class WrongDigestError(Exception):
@@ -31,7 +31,7 @@ class Sealer:
     """Digests alone."""
 
     kind: bytes = b""
-    """Part of the kind of blocks: those that were sealed otherwise are not found."""
+    """Part of the blocks' kind, so that blocks with another seal are not found."""
 
     def hidden(self, names: Sequence[bytes]) -> list[bytes]:
         """Names as they are on the disk."""
@@ -56,7 +56,7 @@ class Sealer:
 
 
 class CheckSealer(Sealer):
-    """Digests that tell damage several times as fast, of blocks that are not kept: XXH3 of 128 bits."""
+    """Faster digests for blocks in transit, which are not stored: 128-bit XXH3."""
 
     def __init__(self) -> None:
         from xxhash import xxh3_128  # here: few processes send or receive blocks

@@ -72,8 +72,8 @@ class StateSlots:
         return self._cache.num_evictions
 
     def deepest(self, chain: HashChain, token_ids: Sequence[int], max_num_blocks: int) -> tuple[int, int | None]:
-        """The most blocks, up to so many, behind which there is a snapshot of this prefix, and its slot; (0, None)
-        where there is none. O(`max_num_blocks`).
+        """Number of blocks before the deepest snapshot of this prefix, at most `max_num_blocks`, and its slot; (0,
+        None) without a snapshot. O(`max_num_blocks`).
         """
         for num_blocks in range(max_num_blocks if self.num_cached else 0, 0, -1):
             slot = self._cache.place_of(chain, token_ids, num_blocks - 1)
@@ -121,7 +121,7 @@ class StateSlots:
     def renew(
         self, chain: HashChain, token_ids: Sequence[int], num_blocks: Iterable[int], *, is_extended: bool
     ) -> None:
-        """The snapshots behind so many blocks count as used now, the last as used last. `is_extended` as of
+        """Marks the snapshots after these numbers of blocks as used now, in order. `is_extended` as of
         `BlockAllocator.free`.
         """
         for count in num_blocks:
@@ -131,8 +131,8 @@ class StateSlots:
     def keep(
         self, slot: int, chain: HashChain, token_ids: Sequence[int], num_blocks: int, *, is_extended: bool = False
     ) -> bool:
-        """Copies the state in `slot`, which is that behind so many full blocks, to be found by their hash. False where
-        there is one already, or no slot is free. `is_extended` as of `BlockAllocator.free`.
+        """Keeps a copy of the state in `slot`, computed up to this number of full blocks, as a snapshot under their
+        hash. False where there is one already, or no slot is free. `is_extended` as of `BlockAllocator.free`.
         """
         if not self.keeps_snapshots or not self.num_free:
             return False
@@ -145,15 +145,15 @@ class StateSlots:
         return True
 
     def drop(self, chain: HashChain, token_ids: Sequence[int], num_blocks: int) -> None:
-        """Forgets the snapshot behind so many blocks, if there is one."""
+        """Drops the snapshot after this number of blocks, if there is one."""
         slot = self._cache.place_of(chain, token_ids, num_blocks - 1)
         if slot is not None:
             self._allocator.make_blank(slot)
             self._vacate(slot)
 
     def put(self, slot: int, chain: HashChain, token_ids: Sequence[int], num_blocks: int) -> None:
-        """A slot that was taken holds the state behind so many blocks, to be found by their hash, and has no owner any
-        more.
+        """Turns an owned slot with the state after this number of blocks into a snapshot under their hash, without an
+        owner.
         """
         if self._cache.place_of(chain, token_ids, num_blocks - 1) is None:
             self._cache.store(slot, chain, token_ids, num_blocks - 1)

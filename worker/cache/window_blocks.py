@@ -15,7 +15,7 @@ from holdfast.worker.cache.prefix_cache import HashChain, PrefixCache
 from holdfast.worker.model_info import Window
 
 _NO_BLOCK: Final = 0
-"""Value in a table in place of a block that the sequence does not have: nobody reads it."""
+"""Placeholder in a table for a block that the sequence does not have; it is never read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class WindowBlocks:
 
     @property
     def num_owed(self) -> int:
-        """Free blocks that sequences may still ask for: nobody else gets them."""
+        """Free blocks reserved for admitted sequences."""
         return max(0, self._num_kept - self._num_owned)
 
     def find(self, chain: HashChain, token_ids: Sequence[int], longest: int) -> tuple[int, WindowPrefix]:
@@ -122,7 +122,7 @@ class WindowBlocks:
         return (len(table.block_ids) + promised + spare) * self.window.block_size
 
     def extend(self, table: WindowTable, num_tokens: int) -> None:
-        """Blocks for so many tokens; the caller has looked at `room`."""
+        """Allocates blocks for this number of tokens; the caller has checked `room`."""
         num_missing = self.window.num_blocks_for(num_tokens) - len(table.block_ids)
         if num_missing > 0:
             self._num_kept -= table.num_kept
@@ -131,7 +131,7 @@ class WindowBlocks:
             self._num_kept += table.num_kept
 
     def shrink(self, table: WindowTable, num_tokens: int) -> None:
-        """Frees what is behind so many tokens, and holds no computed one."""
+        """Frees blocks after this number of tokens that hold no computed token."""
         num_blocks = self.window.num_blocks_for(num_tokens)
         self._free(table.block_ids[num_blocks:])
         self._num_kept -= table.num_kept
@@ -148,7 +148,7 @@ class WindowBlocks:
         """Gives back blocks after `num_tokens` computed tokens: those that neither the next token sees, nor one behind
         the last prefix that can be cached.
 
-        What is not worth keeping is evicted first: else a long prompt would drive all others out of the cache.
+        Blocks of no use to other requests are evicted first: otherwise one long prompt would evict the whole cache.
         """
         spacing = self.window.spacing
         end = self.window.first_block(num_tokens // spacing * spacing)

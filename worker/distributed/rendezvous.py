@@ -21,7 +21,7 @@ HELLO_TIMEOUT_S: Final = 5.0
 """A caller that has not sent its hello after so long is no rank, or calls again."""
 
 MAX_CALLERS: Final = 64
-"""Callers that have not sent their hello yet; beyond so many the oldest one is closed."""
+"""Most callers that have not sent their hello yet; above it the oldest one is closed."""
 
 _RETRY_S: Final = 0.05
 _NONCE_BYTES: Final = 32

@@ -42,7 +42,7 @@ class RankAdapters:
         self._loads: dict[int, Future[PackedAdapter]] = {}
 
     def load(self, adapter: Adapter) -> PackedAdapter:
-        """This rank's share. Raises `ConfigurationError` for what is not to be served."""
+        """Loads this rank's share. Raises `ConfigurationError` for an adapter that cannot be served."""
         folder = read_adapter(adapter.name, adapter.path)
         if folder.digest != adapter.digest:
             raise AdapterGoneError(
@@ -54,7 +54,9 @@ class RankAdapters:
         return self._executor().pack_adapter(self._places.apply(folder))
 
     def load_named(self, folders: Mapping[str, str]) -> tuple[Adapter, ...]:
-        """Adapters that the settings name, each of which was read and packed once: what is wrong ends the start."""
+        """Loads each adapter of the settings once, as a check at the start, and returns them. Raises
+        `ConfigurationError`.
+        """
         found = []
         for name, path in folders.items():
             adapter = Adapter.in_folder(name, path)

@@ -25,9 +25,10 @@ from holdfast.worker.executors.kv_cache import BlockBytes, Bytes
 logger = logging.getLogger(__name__)
 
 STAGED_BYTES: Final = 32 << 20
-"""Rows that are copied and not written yet: at most so many bytes, or one call's."""
+"""Most bytes of rows that are copied and not written yet, or one call's rows."""
 MOST_STAGED_BYTES: Final = 4 * STAGED_BYTES
-"""Rows for other replicas on one rank. The leader goes by its own: a rank that is slower ends its transfer."""
+"""Most bytes of rows for other replicas on one rank. The leader decides by its own count: a slower rank ends its
+transfer."""
 AHEAD_BYTES: Final = 64 << 20
 """Pieces that are read and not taken yet."""
 NEWS_S: Final = 1.0
@@ -125,7 +126,9 @@ class BlockMover:
             self._changed.notify_all()
 
     def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
-        """Keeps these blocks in the store for so many seconds, within the tenant's share, from about a second on."""
+        """Keeps these blocks in the store for this number of seconds, within the tenant's share, from about a second
+        from now.
+        """
         self._kept.append((names, tenant, ttl_s))
 
     def _copied(self, places: Sequence[Place]) -> list[Block]:

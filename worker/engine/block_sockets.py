@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 TRANSFER_BYTES: Final = 16
 KEY_BYTES: Final = 32
 STAGED_BYTES: Final = 32 << 20
-"""Rows that were copied and not sent yet: at most so many bytes, or one call's."""
+"""Most bytes of rows that are copied and not sent yet, or one call's rows."""
 HANDSHAKE_S: Final = 5.0
-"""A connection has this long to say what it is for, and a transfer to be known by then."""
+"""Time limit of a connection's hello, by when its transfer must be known."""
 STALL_S: Final = 10.0
 """A connection on which nothing moves for so long is closed."""
 MAX_CONNECTIONS: Final = 64  # of one receiver

@@ -213,7 +213,9 @@ class BlockTier:
                     queue[name] = self._turn
 
     def leave_out(self, block_hash: bytes) -> None:
-        """Keeps what follows this block, or this `root_hash`, out of the store: nobody will ask for it again."""
+        """Keeps the blocks after this block, or this `root_hash`, out of the store, since no later request can use
+        them.
+        """
         self._left_out[block_hash] = None
         if len(self._left_out) > MOST_LEFT_OUT:
             self._left_out.popitem(last=False)
@@ -254,7 +256,7 @@ class BlockTier:
         self._to_keep.append(([*names, STATE + state] if state else names, tenant, ttl_s))
 
     def _next_places(self, room: int, *, is_idle: bool) -> list[Place]:
-        """The next blocks to copy, of so many bytes at most; idle, at least one."""
+        """The next blocks to copy, at most this number of bytes; at least one block while the engine is idle."""
         places: list[Place] = []
         for queue in (self._to_store, self._states_to_store):
             while queue:

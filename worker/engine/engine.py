@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 GPU_EVERY_S = 2.0
-"""A busy engine looks at its GPU once in so many seconds: to ask a driver takes longer than to plan a step."""
+"""Seconds between GPU measurements of a busy engine: a driver call takes longer than planning a step."""
 
 
 HELD_LOOK_S: Final = 0.1
@@ -169,7 +169,9 @@ class Engine:
             self._inbox.put_unless_closed(lambda: _raise(error))
 
     def give_up(self, error: HoldfastError) -> None:
-        """Ends a frozen engine: tells every listener now, on this thread, because the engine's may never come back."""
+        """Ends a frozen engine: reports the end to every listener on the calling thread, because the engine's thread
+        may never return.
+        """
         if self._ends_before_start(error):
             return
         if self._inbox.close(error):
@@ -210,7 +212,7 @@ class Engine:
         self._core.forget_cache()
 
     def serve_adapters(self, num_slots: int, orders: AdapterOrders) -> None:
-        """Serves requests with adapters, so many of which are resident at a time. Before the start."""
+        """Enables LoRA adapters, with at most this number resident at a time. Call before the start."""
 
         def later(ticket: int) -> Callable[[], None]:
             return lambda: self._inbox.put_unless_closed(lambda: self._take_adapter(ticket))
@@ -365,7 +367,7 @@ class Engine:
         self._core.abort_all()
 
     def _end(self, error: HoldfastError) -> None:
-        """The one way out of the loop: closes the inbox, runs what is still in it, and tells every listener."""
+        """Ends the loop: closes the inbox, runs the commands still in it, and reports the end to every listener."""
         ends_now = self._inbox.close(error)  # else it was given up, and all listeners have been notified
         self._stopping = True
         for command in self._inbox.take():

@@ -31,7 +31,7 @@ from holdfast.worker.step_update import (
 from holdfast.worker.structured_outputs import dead_end
 
 STATS_EVERY_STEPS: Final = 32
-"""A busy engine works its statistics out once in so many steps, and whenever it falls idle."""
+"""Steps between statistics of a busy engine; they are also computed when it becomes idle."""
 
 
 class EngineCore:
@@ -41,8 +41,8 @@ class EngineCore:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        """The scheduler, to be asked for plans and statistics. Requests are added and removed, and results committed,
-        through the core."""
+        """The scheduler, for plans and statistics. Requests are added and removed, and results committed, through the
+        core."""
         self._output_queues: dict[StepListener, OutputQueue] = {}  # in order of attaching
         self._feeds: dict[StepListener, CacheFeed] = {}  # of those that follow the cache
         self._owners: dict[Hashable, StepListener] = {}  # by the keys of requests that have not ended
@@ -144,12 +144,12 @@ class EngineCore:
         return False
 
     def adapters_in_use(self) -> set[str]:
-        """Digests of the adapters of open requests, those that wait for their prefix among them."""
+        """Digests of the adapters of open requests, including requests that wait for their prefix."""
         of_held = {held.request.adapter_digest for held in self.held.for_blocks.values()}
         return self.scheduler.adapters_in_use() | of_held
 
     def adapter_loaded(self, ticket: int) -> None:
-        """A load of an adapter is over: between two steps, those who waited for it go on, or are refused."""
+        """Ends the load of an adapter, between two steps: requests that waited for it continue, or are refused."""
         assert self.adapters is not None
         ready, failure = self.adapters.loaded(ticket)
         for attempt, one in ready:
@@ -180,7 +180,7 @@ class EngineCore:
             self._keep([finished])
 
     def _release(self, attempt: Hashable) -> None:
-        """A request that was held goes on, as if it had come just now, but for its deadline."""
+        """Submits a held request as a new one that keeps its deadline."""
         held = self.held.take(attempt)
         num_disk_tokens = 0 if held.restore is None else held.restore.num_hit_tokens
         self._submit(held.request, held.listener, held.arrived_s, attempt, num_disk_tokens)
@@ -209,7 +209,7 @@ class EngineCore:
             output_queue.deltas.append(TokenDelta(attempt, num_tokens, (), FinishReason.ABORT))
 
     def _note_ended(self) -> None:
-        """A request has ended: its adapter may give way to one that waits for a slot."""
+        """Notes the end of a request: its adapter's slot may go to another adapter that waits for one."""
         if self.adapters is not None and self.adapters.has_full:
             self.adapters.advance()
 
@@ -225,8 +225,8 @@ class EngineCore:
     # --- below the cache ---
 
     def tend_tier(self, now: float, step_s: float | None = None) -> None:
-        """Between two steps: copies blocks to the store and from it, and to other replicas and from them, and lets
-        requests go on that waited for some. `step_s`: how long the last step took; None: nothing runs.
+        """Between two steps: copies blocks to the store and from it, and to other replicas and from them, and releases
+        requests whose blocks have arrived. `step_s`: seconds of the last step; None: the engine is idle.
         """
         if self.tier is None:
             return

@@ -60,7 +60,7 @@ class GrammarMasks:
     """The masks of one replica's steps. They are made on a thread of their own, while the model runs."""
 
     def __init__(self, path: str, eos_token_ids: frozenset[int], make_matchers: MakeMatchers | None = None) -> None:
-        """`path`: where the tokenizer is, as `ModelInfo` says. `make_matchers` stands in for llguidance's, in tests."""
+        """`path`: where the tokenizer is, as `ModelInfo` says. Tests replace llguidance by `make_matchers`."""
         self._path = hf_folder(Path(path), path) / "tokenizer.json"
         self._eos_token_ids = eos_token_ids
         self._make_matchers = make_matchers or (lambda: GrammarMatchers(self._matcher, eos_token_ids))

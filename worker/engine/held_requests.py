@@ -139,7 +139,9 @@ class AdapterDesk:
         return bool(self._full)
 
     def loaded(self, ticket: int) -> tuple[list[tuple[Hashable, HeldRequest]], HoldfastError | None]:
-        """Takes what was loaded, between two steps: requests that waited for it, and why they cannot go on, if so."""
+        """Takes a loaded adapter over, between two steps. Returns the requests that waited for it, and the error if it
+        cannot be used.
+        """
         adapter = self._loading.pop(ticket)
         slot = self._free.pop()
         failure = self._take(ticket, slot)
@@ -153,7 +155,7 @@ class AdapterDesk:
         return ready, None if failure is None else _refusal(adapter, failure)
 
     def _has_slot(self) -> bool:
-        """Whether there is a slot beside those that are promised; gives up the one used least recently if need be."""
+        """Whether there is a slot besides those that are reserved; frees the least recently used one if necessary."""
         if len(self._free) > len(self._loading):
             return True
         in_use = self._in_use()

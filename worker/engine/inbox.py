@@ -62,7 +62,7 @@ class Inbox:
 
 
 class OutputQueue:
-    """The deltas, rejections and prefix-cache changes that one listener has not been sent yet."""
+    """Deltas, rejections and prefix-cache changes not yet sent to one listener."""
 
     def __init__(self) -> None:
         self.is_new = True

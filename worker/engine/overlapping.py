@@ -77,9 +77,8 @@ class StepsInFlight:
             self._overlapping.launch(plan)
 
     def collect(self) -> tuple[StepPlan, StepResult, float]:
-        """The oldest step, what it came to, and the seconds since it was launched or the one before it was collected.
-
-        Waits for it.
+        """Waits for the oldest step. Returns it, its result, and the seconds since its launch or since the step before
+        it was collected.
         """
         plan = self.plans[0]
         result = self._runner.run(plan) if self._overlapping is None else self._overlapping.collect()

@@ -109,7 +109,7 @@ class RankMover:
     def of(
         cls, config: WorkerConfig, info: ModelInfo, memory: BlockMemory | None, group: TensorParallelGroup
     ) -> "RankMover | None":
-        """The mover that the settings ask for. Raises `ConfigurationError` where there can be none."""
+        """Makes the block mover of the settings. Raises `ConfigurationError` where this model or machine has none."""
         wanted = config.cache.offload_folder_and_bytes
         if wanted is not None:
             _check(config, memory)
@@ -195,8 +195,8 @@ class RankMover:
             self.mover.receive(ticket, Sender((host, port), key, parts["is_computing"]), names, piece)
 
     def _listen(self, host: str) -> None:
-        """Listens; all ranks hear of all addresses. A rank on another host than the leader does so where it reaches the
-        leader.
+        """Listens on a port, and gathers the addresses of all ranks. A rank on another host than the leader does so
+        where it reaches the leader.
         """
         own = self._group.own_host or host
         if ipaddress.ip_address(own).is_loopback:

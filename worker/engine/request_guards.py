@@ -77,7 +77,7 @@ class NonFiniteGuard:
         return ReplicaError(f"the model's logits are not finite (NaN or infinite) for any of {count} requests")
 
     def settle(self) -> None:
-        """The replica is well: what came before proves nothing any more."""
+        """The replica has passed its check: earlier failures no longer count."""
         self.in_a_row.clear()
 
     def take_in_doubt(self) -> list[Hashable]:

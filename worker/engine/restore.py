@@ -56,7 +56,7 @@ class Restore:
 
     @property
     def order(self) -> tuple[Priority, int, int]:
-        """Place among those that wait for room."""
+        """Position in the queue for memory."""
         return self.priority, self.turn, self.ticket
 
     @property

@@ -26,11 +26,11 @@ MOST_S: Final = 0.1
 FIXED_S: Final = 0.002
 """Seconds of a restore besides reading: two threads wait for each other."""
 ASKING_S: Final = 0.01
-"""The same of one that another replica is asked for."""
+"""The same for a restore from another replica."""
 LEAST_S: Final = 0.1
 """A request is held for so long at most, if computing would take less."""
 MOST_AHEAD_S: Final = 60.0
-"""Blocks that another replica still computes are fetched for so long at most, while nobody waits for them."""
+"""Time limit of fetching blocks that another replica is still computing, while no request waits for them."""
 MOST_HELD_S: Final = 30.0
 """And for so long, however long computing would take."""
 
@@ -274,8 +274,8 @@ class Restores:
             restore.num_ready += 1
 
     def settle(self, ticket: int, num_blocks: int) -> Sequence[bytes]:
-        """Another replica has so many of the blocks that it was asked for: what comes, a snapshot behind them included.
-        Empty: nobody waits for it any more, or it is of no use.
+        """Another replica sends this number of the requested blocks. Returns the names to expect, a snapshot after them
+        included; empty: no request waits for them any more, or they are of no use.
         """
         restore = self._restores.get(ticket)
         if restore is None:

@@ -27,12 +27,12 @@ LEAST_BYTES: Final = 1 << 20
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sending:
-    """Blocks that another replica has asked for."""
+    """Blocks requested by another replica."""
 
     number: int
     names: Sequence[bytes]
     due_s: float
-    """When it ends, whatever is missing."""
+    """Time at which it ends, complete or not."""
     waits: bool = False
     """Whether blocks that are not here are computed now, and are waited for."""
     num_sent: int = 0
@@ -103,7 +103,7 @@ class Sendings:
 
     @property
     def next_due_s(self) -> float:
-        """When the first sending ends, whatever is missing."""
+        """Time at which the first sending ends, complete or not."""
         return min((one.due_s for one in self._sendings.values()), default=float("inf"))
 
     def _advance(self, sending: Sending, is_idle: bool, now: float) -> None:

@@ -24,7 +24,7 @@ class LaunchedStep(NamedTuple):
     dead_ends: frozenset[int] = frozenset()
     """Logits rows whose grammars leave no token."""
     chosen: ChosenLogprobs | None = None
-    """Log-probabilities of tokens that were asked for by id, while they are computed."""
+    """Log-probabilities of tokens requested by id, while they are computed."""
 
 
 def step_result(
@@ -76,7 +76,7 @@ def dead_ends(masks: Mapping[int, bytes] | None) -> frozenset[int]:
 
 
 def prompts_of(plan: StepPlan) -> list[PromptLogprobParams]:
-    """The prompt tokens whose log-probabilities a step tells."""
+    """Prompt tokens whose log-probabilities a step reports."""
     return [sequence.prompt_logprobs for sequence in plan.others if sequence.prompt_logprobs is not None]
 
 

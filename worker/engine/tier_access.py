@@ -50,8 +50,8 @@ class TierAccess:
             self._core.tier.takeover.take(prefixes, source, self._clock())
 
     def settle_restore(self, ticket: int, num_blocks: int) -> Sequence[bytes]:
-        """Another replica sends so many blocks for a restore: their names, and that of the snapshot behind them. Empty:
-        it is not waited for any more. On the engine's thread only.
+        """Names of the blocks that another replica sends for a restore, and of the snapshot after them. Empty: no
+        request waits for it any more. On the engine's thread only.
         """
         return () if self._core.tier is None else self._core.tier.restores.settle(ticket, num_blocks)
 

@@ -11,7 +11,7 @@ from holdfast.worker.step_plan import StateCopy
 
 KV: Final = b"k"
 STATE: Final = b"s"
-"""A block's name begins with what it holds: keys and values, or a state. The rest is its hash."""
+"""A block's name begins with its kind (keys and values, or a state). The rest is its hash."""
 
 NAME_BYTES: Final = 17
 
@@ -61,7 +61,7 @@ class Mover(Protocol):
         ...
 
     def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
-        """Keeps what has these names in the store for so many seconds, within the tenant's share."""
+        """Keeps the blocks with these names in the store for this number of seconds, within the tenant's share."""
         ...
 
     def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
@@ -70,11 +70,11 @@ class Mover(Protocol):
 
     @property
     def can_ask(self) -> bool:
-        """Whether other replicas can be asked for blocks."""
+        """Whether blocks can be requested from other replicas."""
         ...
 
     def ask(self, ticket: int, source: BlockSource, names: Sequence[bytes], piece: int, lasts_s: float) -> None:
-        """Like `fetch`, from another replica, within so many seconds."""
+        """Like `fetch`, from another replica, within this number of seconds."""
         ...
 
     def send(self, number: int, places: Sequence[Place]) -> None:

@@ -52,9 +52,9 @@ class Sampled(NamedTuple):
     token_ids: list[int]
     """One for each draw; `NO_TOKEN` where the row has a NaN, or its best logit is infinite."""
     logprobs: list[TokenLogprob | None]
-    """One for each draw, None where it asks for none. Empty where none asks."""
+    """One for each draw, None where none is requested. Empty if no draw requests any."""
     prompt_logprobs: list[TokenLogprob]
-    """One for each prompt token that is asked for."""
+    """One for each requested prompt token."""
 
 
 class StepSampler(Protocol):

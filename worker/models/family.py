@@ -67,7 +67,8 @@ class DeltaPacking(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba:
     """Mamba2 in the layers whose type is `linear_attention` or `hybrid`. Names are of entries of config.json, but for
-    the module."""
+    the module.
+    """
 
     module: str = "mamba"
     num_heads: str = "mamba_n_heads"

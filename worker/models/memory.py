@@ -158,8 +158,8 @@ def gpu_cache_bytes(device: torch.device, activation_bytes: int, utilization: fl
 
 
 def useful_blocks(config: WorkerConfig, longest: int) -> int:
-    """Blocks beyond which a larger cache does little, if the longest sequence takes so many: for a small model, far
-    fewer than fit its memory.
+    """Blocks above which a larger cache gains little, given the blocks of the longest sequence: for a small model, far
+    fewer than fit into memory.
     """
     running = config.scheduler.max_num_seqs * longest
     return max(MIN_BLOCKS, running * (PREFIX_CACHE_FACTOR if config.cache.enable_prefix_caching else 1))
@@ -211,7 +211,7 @@ class StateRoom:
         return cls(own_slots=max(MIN_SLOTS, min(useful, cache_bytes // state_bytes)))
 
     def num_slots(self, num_blocks: int) -> int:
-        """Slots beside, or in the place of, so many blocks."""
+        """State slots besides this number of blocks, or in their place."""
         return self.own_slots or (num_blocks // self.state_blocks if self.state_blocks else 0)
 
 

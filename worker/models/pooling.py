@@ -151,7 +151,7 @@ def _sigmoid(value: float) -> float:
 def load_pooler(config: ModelConfig, folder: Path) -> Pooler | None:
     """The pooling of the model in `folder`; None: it generates text.
 
-    Raises `ConfigurationError` and `UnsupportedModelError` for what is not pooled here as its files say.
+    Raises `ConfigurationError` and `UnsupportedModelError` for a kind of pooling that is not supported.
     """
     raw = {**read_json(folder / "config.json"), **config.hf_overrides}
     task = _task(config, raw, folder)
@@ -267,7 +267,8 @@ class _FolderReader:
 
     def _score_activation(self, num_labels: int) -> PoolingActivation:
         """Activation as sentence-transformers and vLLM choose it: a sigmoid of one label, or of several that exclude
-        nothing."""
+        nothing.
+        """
         own = self._raw.get("sentence_transformers")
         named = self._raw.get("sbert_ce_default_activation_function")
         named = own.get("activation_fn", named) if isinstance(own, Mapping) else named

@@ -68,7 +68,7 @@ class BlockExchange:
     # --- the sending end ---
 
     async def offer(self, request: engine_pb2.SendBlocksRequest) -> engine_pb2.SendBlocksResponse:
-        """Begins to send what is asked for. A response without addresses says why nothing is sent."""
+        """Begins to send the requested blocks. A response without addresses has the reason."""
         names = _names(request.names)
         if self._replica.movers is None:
             return engine_pb2.SendBlocksResponse(refusal="this replica sends no blocks")
@@ -158,7 +158,7 @@ class BlockExchange:
         task.add_done_callback(self._tasks.discard)
 
     def _ask(self, ticket: int, source: BlockSource, names: Sequence[bytes], piece: int, lasts_s: float) -> None:
-        """From the engine's thread: asks for blocks. Whatever comes of it, the ticket hears of it."""
+        """Requests blocks, from the engine's thread. The ticket gets the outcome in any case."""
         self._loop.call_soon_threadsafe(self._begin_asking, ticket, source, names, piece, lasts_s)
 
     def _begin_asking(

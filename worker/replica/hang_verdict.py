@@ -15,7 +15,7 @@ LARGE_INPUT: Final = b"I"
 """Work on input begins that may keep the loop, or Python's lock, for long."""
 
 BUSY_TIMES: Final = 6.0
-"""A process that computes on input is ended after so many times the limit without a beat."""
+"""Factor on the limit for a process that is computing on input: it is killed after that time without a heartbeat."""
 
 BUSY_SHARE: Final = 0.5
 """Share of a look's time that all threads together ran, or waited for a core, in a process that computes."""

@@ -44,8 +44,8 @@ class HeartbeatPipe:
         return ProcessId.of(self._hang_supervisor.pid)
 
     async def keep_beating(self) -> None:
-        """Beats from the running event loop until `cut`. It must be the loop that links or calls live on: what others
-        hear of this process is what its hang supervisor hears of.
+        """Beats from the running event loop until `cut`. It must be the loop that serves links or calls, so that the
+        hang supervisor sees a hang as peers do.
         """
         while not self._is_cut:
             try:
@@ -63,7 +63,7 @@ class HeartbeatPipe:
     def note_input(self, num_bytes: int) -> None:
         """Declares that work on input of this size begins: a loop that it keeps is busy, and does not hang.
 
-        Cheap enough for every message. A pipe that is broken is the beats' to mend.
+        Cheap enough for every message. A broken pipe is repaired by the next heartbeat.
         """
         if sign := self._input_signs.of(num_bytes, time.monotonic()):
             with suppress(BrokenPipeError):

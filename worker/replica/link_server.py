@@ -80,9 +80,9 @@ class LinkServer:
         tracer: "Tracer | None" = None,
         on_kill: Callable[[], None] | None = None,
     ) -> "LinkServer":
-        """Listens on `host:port`; port 0 picks a free one. `security` says which routers are let in; with a
-        `tracer`, attempts that come with a trace context are traced. `on_kill` ends this process at once, when a router
-        says so; without it, none can. Raises `OSError` (RuntimeError in older grpcio) if the port is taken,
+        """Listens on `host:port`; port 0 picks a free one. `security` says which routers are let in; with a `tracer`,
+        attempts that come with a trace context are traced. `on_kill` ends this process at once on a router's order;
+        without it, such orders are ignored. Raises `OSError` (RuntimeError in older grpcio) if the port is taken,
         `ConfigurationError` for certificates that cannot be used.
         """
         server = grpc.aio.server(options=SERVER_OPTIONS)

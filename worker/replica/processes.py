@@ -16,7 +16,7 @@ _PF_FORKNOEXEC: Final = 0x40
 
 
 class ProcessId(NamedTuple):
-    """One process of this machine. No other ever equals it, unless the machine is started anew."""
+    """One process of this machine. No other ever equals it until the machine restarts."""
 
     pid: int
     start_ticks: int

@@ -39,7 +39,7 @@ class Ranks(Protocol):
     """The running ranks of a group, but for the leader."""
 
     def wait(self) -> str:
-        """Blocks until a rank has ended, for whatever reason; says which and how."""
+        """Blocks until a rank has ended. Returns its number and the reason."""
 
     def stop(self) -> None:
         """Ends the ranks that are left after the order to stop."""

@@ -191,8 +191,8 @@ class ContinuousBatching:
         return budget
 
     def _has_place(self, queues: SequenceQueues) -> bool:
-        """Whether every running sequence still gets a token in each step if one more runs, and there is a slot for the
-        state of that one.
+        """Whether each running sequence still gets a token in every step with one more running, and a state slot is
+        free for it.
         """
         most = min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
         return len(queues.running) < most and (queues.slots is None or queues.slots.num_free > 0)

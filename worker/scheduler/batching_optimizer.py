@@ -302,7 +302,7 @@ class BatchingOptimizer:
         return _Proposal(value=best, reason=f"{found}, and {best} of them gain most for the time of a step")
 
     def _speed(self, window: _Window, rate: float, num_drafts: int) -> float:
-        """Tokens that a decode gains in a second, were so many drafted and this share of them right."""
+        """Expected tokens per second of a decode with this number of drafts and this acceptance rate."""
         decodes = _decodes_of(window, 1 + num_drafts)
         return (1 + _expected_accepted(rate, num_drafts)) / self._model.predict(decodes)
 

@@ -19,18 +19,19 @@ _LONGEST_SLEEP: Final = 256
 """Longest pause in steps of the sequence."""
 
 _BY_BATCH_SIZE: Final = ((2, 64), (4, 4), (8, 2), (16, 1))
-"""Up to so many sequences that decode together: at most so many drafts for each. With more, drafts cost other requests
-more time than they save."""
+"""Pairs of decoding sequences (at most) and most drafts for each. With more drafts they would cost other requests more
+time than they save."""
 
 
 def longest_for(num_decoding: int) -> int:
-    """The most tokens worth guessing for each of so many sequences that decode in one step."""
+    """Most draft tokens worth verifying for each of this number of sequences that decode in one step."""
     return next((length for size, length in _BY_BATCH_SIZE if num_decoding <= size), 0)
 
 
 class DraftLength:
     """Draft length of one sequence. While hardly any draft is accepted it drafts nothing, and probes with a short draft
-    now and then, more and more rarely as long as that fails."""
+    now and then, more and more rarely as long as that fails.
+    """
 
     __slots__ = ("_acceptance", "_least_acceptance", "_num_steps_asleep", "_sleep")
 

@@ -288,7 +288,8 @@ class ShareCommit:
         self, queues: SequenceQueues, drafter: Drafter | None, drop_broken: Callable[[Sequence], None]
     ) -> None:
         """`drop_broken` is called for a sequence that no token can follow, before the next one is looked at:
-        its blocks may not be found."""
+        its blocks may not be found.
+        """
         self._queues = queues
         self._drafter = drafter
         self._block_size = queues.allocator.block_size
@@ -378,7 +379,7 @@ class StepInFlight:
 
     @property
     def holds_up_too_many(self) -> bool:
-        """Whether too many of those who can go on only after this step would miss the next one."""
+        """Whether too many sequences that depend on this step's result would miss the next step."""
         num_held_up = sum(not sequence.is_about_to_end for sequence in self.left_out)
         return num_held_up > MAX_SHARE_HELD_UP * len(self.sequences)
 

@@ -59,7 +59,8 @@ class Siblings:
 
     def _siblings_of(self, sequence: Sequence) -> list[Sequence]:
         """The running sequences of its group. That their prompts are equal is checked, because the group id is given by
-        routers."""
+        routers.
+        """
         if self._groups is None:
             self._groups = defaultdict(list)
             for sibling in self._queues.running:

@@ -138,7 +138,7 @@ class SequenceQueues:
 
     @property
     def num_free(self) -> int:
-        """Free blocks that are promised to nobody."""
+        """Free blocks that are not reserved."""
         return self.allocator.num_free - (0 if self.windows is None else self.windows.num_owed)
 
     def num_promised_blocks(self, num_tokens: int) -> int:

@@ -93,7 +93,7 @@ class Scheduler:
         self._share_commit = ShareCommit(self._queues, self._drafter, self._drop_broken)
         self.deadlines = DeadlineWatch(self._queues)
         self.prefix_cache = self._allocator.prefix_cache
-        """Prefix cache, to be asked which blocks it holds and what has changed; the scheduler alone changes it."""
+        """Prefix cache, for reading its blocks and changes; only the scheduler changes it."""
         self.counts = self._queues.counts
         """Counts, in place: by the scheduler, and by the engine whose scheduler it is."""
         self.dropped: list[DroppedRequest] = []

@@ -52,7 +52,8 @@ class Drafter(Protocol):
 
     def drafts(self, shares: list[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
         """Drafts for each share of a step, within the step's limits and the blocks that are free. Empty: no sequence
-        gets any, and what becomes of the step is of no interest."""
+        gets any, and the step's result is not reported back.
+        """
 
     def settle(
         self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...], queues: SequenceQueues

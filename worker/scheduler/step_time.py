@@ -136,9 +136,7 @@ class StepTimeModel:
         return self.costs.predict(shape)
 
     def prefill_s(self, first_position: int, num_tokens: int) -> float:
-        """Seconds that it takes to compute so many tokens of a prompt, and nothing else, in one step; infinite before
-        anything was measured.
-        """
+        """Seconds of a step that computes this number of prompt tokens only; infinite before anything was measured."""
         if not self.num_samples:
             return math.inf
         context = num_tokens * first_position + num_tokens * (num_tokens + 1) // 2

@@ -100,7 +100,7 @@ def heartbeat_message(heartbeat: Heartbeat) -> engine_pb2.LinkResponse:
 
 
 def step_messages(update: StepUpdate) -> Iterator[engine_pb2.LinkResponse]:
-    """One message; more where the cache, or log-probabilities, have more to tell than one takes.
+    """One message; several if the cache changes or log-probabilities do not fit into one.
 
     Messages are filled in place: one that is made first and put into another is copied.
     """

@@ -24,7 +24,7 @@ class LinkSecurity:
     """Security of one end of a link."""
 
     token: str = field(default="", repr=False)
-    """Empty: none is sent, and none is asked for."""
+    """Empty: no token is sent or required."""
     tls: Tls | None = None
     """Certificate, key and CA: each end asks the other for its certificate. None: without TLS."""
 

@@ -174,7 +174,7 @@ class MessageBounds:
         self._refuse(outer, place, MAX_FIELDS + 1, f"must be one of at most {MAX_FIELDS} fields on the wire")
 
     def _count_unknown(self, outer: "list[_Outer]", name: str, left: list[int], length: int) -> None:
-        """`left`: fields that nobody knows, and their bytes, that may still come."""
+        """`left`: unknown fields, and their bytes, that are still allowed."""
         left[0] -= 1
         left[1] -= length
         if min(left) < 0:

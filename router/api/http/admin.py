@@ -53,7 +53,8 @@ class LogLevelBody(OrderBody):
 
 class LoadAdapterBody(OrderBody):
     """The folder of an adapter, and the name that requests give as their model; `model` is the base's, if there are
-    several. `load_inplace` replaces another adapter of that name."""
+    several. `load_inplace` replaces another adapter of that name.
+    """
 
     lora_name: str
     lora_path: str

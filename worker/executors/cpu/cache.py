@@ -146,7 +146,9 @@ class TiledCache:
         self.ahead.want_all()
 
     def give_back(self, block_ids: IntArray) -> None:
-        """Gives back the memory of these blocks, ascending, which states take the place of: what they hold is lost."""
+        """Returns the memory of these blocks, ascending, to the system, because states take their place: their content
+        is lost.
+        """
         for memory in self._memories:
             memory.give_back(block_ids)
 

@@ -80,7 +80,7 @@ def check_step(outcome: int) -> None:
 
 
 def attach(group: TensorParallelGroup, num_bytes: int) -> Exchange | None:
-    """Memory of so many bytes that all ranks share, zeros; None where any of them cannot.
+    """Zeroed memory of this number of bytes that all ranks share; None if a rank cannot map it.
 
     All ranks of the group call this together and come to the same answer. Raises `ReplicaError` if a rank is lost.
     """
@@ -127,7 +127,7 @@ def _offer(num_bytes: int, stack: ExitStack) -> tuple[int, bytes]:
 
 
 def _open(offers: NDArray[np.int64], num_bytes: int, group: TensorParallelGroup) -> Exchange:
-    """Takes up rank 0's offer. Raises OSError where it is not there, or is not what it should be."""
+    """Maps the memory that rank 0 offers. Raises OSError if it is missing or not rank 0's."""
     pid, file = offers[0, :2].tolist()
     if file == _NO_FILE:
         raise OSError("rank 0 has no memory to offer")

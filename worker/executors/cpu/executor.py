@@ -378,7 +378,8 @@ class CpuExecutor:
 
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
         """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their pages. A layer that
-        reads keys and values of another finds those that the other makes of the same rows."""
+        reads keys and values of another finds those that the other makes of the same rows.
+        """
         if (source := self._kv_sources[index]) is not None:
             self.run_layer(source, x, batch)
         step = self._begin(batch, False, first_layer=index)

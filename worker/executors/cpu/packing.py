@@ -89,7 +89,8 @@ class PackedModel(PartPacker):
         Raises `NotFiniteError` for a weight with a NaN or an infinity.
 
         With `uses_up`, the memory of the layout's linears is given back: only what lies in a file can be read again.
-        With `compacts`, weights of bfloat16 are kept in 12 bits each (`tile_memory.py`). `head`: packed elsewhere."""
+        With `compacts`, weights of bfloat16 are kept in 12 bits each (`tile_memory.py`). `head`: packed elsewhere.
+        """
         self._spent = FreedWeights(layout) if uses_up else None
         self.dtype = DTYPES[layout.dtype]
         self._layout_dtype = layout.dtype

@@ -38,14 +38,14 @@ class Pages:
         return cls(mapped_memory(num_blocks * block_bytes), num_blocks, block_bytes)
 
     def give_back(self, block_ids: IntArray) -> None:
-        """Gives back the memory of these blocks, ascending: what they hold is lost."""
+        """Returns the memory of these blocks, ascending, to the system: their content is lost."""
         base = address_of(self.memory)
         for run in np.split(block_ids, np.flatnonzero(np.diff(block_ids) != 1) + 1):
             if run.size:
                 discard(base + int(run[0]) * self.block_bytes, base + (int(run[-1]) + 1) * self.block_bytes)
 
     def wanted(self, used: int, ahead_bytes: int) -> int:
-        """Blocks to have ready, for so many bytes beyond those that are used."""
+        """Number of blocks to prefault, for this number of bytes beyond the used ones."""
         return min(self.num_blocks, used - -ahead_bytes // self.block_bytes)
 
 

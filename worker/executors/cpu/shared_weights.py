@@ -251,7 +251,7 @@ def _reserve(length: int) -> int:
 
 
 def _map(file: int, length: int, offset: int, protection: int, address: int | None = None) -> int:
-    """Maps a file at `address`, in place of whatever is there, or anywhere. Raises `OSError`."""
+    """Maps a file at `address`, replacing an earlier mapping, or at any free address. Raises `OSError`."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file < 0 else mmap.MAP_SHARED
     found: int = _libc().mmap(address, length, protection, flags | (_MAP_FIXED if address else 0), file, offset)
     if found in (None, ctypes.c_void_p(-1).value):

@@ -49,7 +49,7 @@ class StateCache:
                 pool[destination].copy_(pool[source])
 
     def give_back(self, slots: IntArray) -> None:
-        """Gives back the memory of these slots, ascending: what they hold is lost."""
+        """Returns the memory of these slots, ascending, to the system: their content is lost."""
         for pages in self._pages:
             pages.give_back(slots)
 

@@ -35,7 +35,9 @@ class Arena:
         self._end = 0
 
     def take(self, num_bytes: int) -> int:
-        """The address of so many bytes, at the beginning of a cache line. They live as long as the arena."""
+        """Allocates this number of bytes at the beginning of a cache line, and returns the address. They live as long
+        as the arena.
+        """
         num_bytes = -(-num_bytes // CACHE_LINE) * CACHE_LINE
         if self._next + num_bytes > self._end:
             size = max(num_bytes, CHUNK_BYTES)
@@ -45,7 +47,7 @@ class Arena:
         return address
 
     def finish(self) -> None:
-        """All has been taken and written: nobody writes there again."""
+        """Seals the memory once all of it has been written."""
 
     def _chunk(self, num_bytes: int) -> int:
         self._chunks.append(mapped_memory(num_bytes))

@@ -279,7 +279,7 @@ class GpuExecutor:
         return self._layers.buffers.take(name, shape)[: launched.num_wanted, : self._layout.vocab_size]
 
     def _in_vain(self) -> str | None:
-        """Why nothing good will come of the steps that run."""
+        """Reason why running steps will fail; None: they will not."""
         return self._exchange.lost() or ("the replica has failed" if self._group.is_aborted else None)
 
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:

@@ -124,8 +124,8 @@ class StepWait:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`in_vain` tells why nothing good will come any more. `give_up` is called before a wait ends in an error: it
-        ends what the device itself waits for.
+        """`in_vain` gives the reason why waiting is useless, or None. `give_up` is called before a wait ends in an
+        error: it ends waits on the device itself.
         """
         self._limit_s = limit_s
         self._in_vain = in_vain

@@ -100,7 +100,7 @@ def parts_of(path: Path, given: str) -> tuple[Path, ...]:
 
 
 def refused(given: str, path: Path, what: str) -> ConfigurationError:
-    """Error about a GGUF file: `what` says what is wrong with the file."""
+    """Error about a GGUF file; `what` is the problem, in words that follow the file's name."""
     shown = what if len(what) <= _LONGEST else f"{what[:_LONGEST]}..."  # names are as long as a file has them
     return ConfigurationError(f"{given}: {path.name} {shown}; {FETCH}")
 

@@ -12,7 +12,7 @@ _NEEDED: Final = object()
 
 
 class NotUnderstood(Exception):
-    """The file is not of a form that is read. The message goes on from the file's name."""
+    """The file's form is not supported. The message continues after the file's name."""
 
 
 class Metadata:
