@@ -33,9 +33,9 @@ def leave_to_long_runs(items: Iterable[pytest.Item]) -> None:
     """Marks as `slow` what is beyond each value in its turn: of parameters with m and n values max(m, n) tests stay."""
     marked = (item for item in items if item.get_closest_marker("in_turn"))
     for _, group in groupby(marked, key=lambda item: item.nodeid.partition("[")[0]):
-        tests = [(item, item.callspec.indices) for item in group]  # type: ignore[attr-defined]
-        sizes = {name: 1 + max(indices[name] for _, indices in tests) for name in tests[0][1]}
-        turns = [{name: turn % size for name, size in sizes.items()} for turn in range(max(sizes.values()))]
-        for item, indices in tests:
-            if indices not in turns:
+        tests = [(item, item.callspec._idlist) for item in group]  # type: ignore[attr-defined]  # pytest 9.2: an id of each
+        axes = [list(dict.fromkeys(ids)) for ids in zip(*(ids for _, ids in tests), strict=True)]
+        turns = [[axis[turn % len(axis)] for axis in axes] for turn in range(max(map(len, axes)))]
+        for item, ids in tests:
+            if list(ids) not in turns:
                 item.add_marker(pytest.mark.slow)

@@ -1,10 +1,12 @@
 """The parts of the nightly run: together they are the whole, and none is done twice."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
 from scripts.nightly import NUM_SEEDS, commands, files_of, read_part
+from tests import examples
 
 PARTS = 6
 
@@ -34,3 +36,23 @@ def test_a_part_is_read_or_refused():
     for wrong in ("0/6", "7/6", "3", "a/6", "3/"):
         with pytest.raises(ValueError, match="must be K/N"):
             read_part([wrong])
+
+
+def test_of_crossed_parameters_the_run_of_every_day_has_each_value():
+    """Three tests of six, and all of a test that does not say `in_turn`."""
+
+    class Item(SimpleNamespace):
+        def get_closest_marker(self, name: str) -> bool:
+            return bool(self.crossed)
+
+        def add_marker(self, mark: pytest.MarkDecorator) -> None:
+            left.append(self.nodeid)
+
+    left: list[str] = []
+    crossed = [("t", one, two) for one in "ab" for two in "xyz"]
+    items = [
+        Item(nodeid=f"{name}[{one}-{two}]", callspec=SimpleNamespace(_idlist=(one, two)), crossed=name == "t")
+        for name, one, two in [*crossed, ("u", "a", "x"), ("u", "b", "x")]
+    ]
+    examples.leave_to_long_runs(items)  # type: ignore[arg-type]
+    assert {item.nodeid for item in items} - set(left) == {"t[a-x]", "t[b-y]", "t[a-z]", "u[a-x]", "u[b-x]"}

@@ -152,6 +152,7 @@ def alone(made, requests) -> Said:
     return told_alone(leader, requests)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("values", [{}, {"max_num_batched_tokens": 8}, {"num_state_slots": 2}, {"max_num_seqs": 1}])
 def test_requests_are_told_the_same(values, made, requests, alone):
     leader = load(configured(made[0]))

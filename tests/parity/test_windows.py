@@ -119,6 +119,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", SETTINGS)
 def test_requests_are_told_the_same_in_any_company(name, leader, requests, alone):
     scheduler = scheduler_of(leader, **SETTINGS[name])
