@@ -51,9 +51,9 @@ class Chat:
     parallel_tool_calls: bool = True
     """One answer may have several calls."""
     split_reasoning: bool = False
-    """Answers tell thoughts apart, where the template knows them. With tools they do so anyway."""
+    """Answers separate reasoning from content, if the template has reasoning. With tools they always do."""
     continue_final_message: bool = False
-    """The output goes on with the last message's content, whose turn stays open."""
+    """The output continues the last message's content, whose turn stays open."""
     template: str = ""
     """The name of one of the model's chat templates; empty: `tool_use` with tools, and else `default`."""
     marks: tuple[CacheMark, ...] = ()
@@ -77,7 +77,7 @@ class Chat:
             raise InvalidRequestError("chat.now_s", self.now_s, f"must be a whole number in [0, {MAX_NOW_S}]")
 
     def is_short(self, most_parts: int, most_bytes: int) -> bool:
-        """Whether it has at most so many values, at any depth, and bytes of text in all. Stops at the limit."""
+        """Whether it has at most this number of values, at any depth, and bytes of text in all. Stops at the limit."""
         left: list[Any] = [self.template_kwargs, *self.tools[:most_parts], *self.messages[:most_parts]]
         num_parts, num_bytes = len(self.tools) + len(self.messages), 0
         while left and num_parts <= most_parts and num_bytes <= most_bytes:

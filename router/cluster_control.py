@@ -108,7 +108,7 @@ class ClusterControl(Protocol):
     """Called on the router's event loop. Errors are raised as `HoldfastError`."""
 
     async def list_models(self) -> Sequence[ClusterModel]:
-        """Every model of the cluster, those that start or end included."""
+        """Every model of the cluster, including those that start or end."""
 
     def change(self, change: ModelChange) -> AsyncGenerator[Progress | ModelChanged, None]:
         """Progress, then one result. Closing the generator undoes a change that is not complete."""

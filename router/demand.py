@@ -37,7 +37,7 @@ class ModelDemand:
     longest_wait_s: float = 0.0
     """The longest that an open request has been here without its first token."""
     num_arrived: int = 0
-    """Requests since the routers' starts, but for `num_left`. What goes on after tokens of another router is none."""
+    """Requests since the routers' starts, but for `num_left`. A request resumed from another router does not count."""
     num_left: int = 0
     """Requests since the routers' starts whose clients have left before the first token."""
     num_first_tokens: int = 0

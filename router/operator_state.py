@@ -24,7 +24,7 @@ class Canary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """A model whose new requests wait, or are refused. Those that run go on."""
+    """A pause of a model: new requests wait, or are refused; running ones continue."""
 
     model: str
     refuses: bool = False
@@ -69,7 +69,7 @@ class OperatorState:
         return self._next(drained=drained)
 
     def with_pause(self, model: str, pause: Pause | None) -> "OperatorState":
-        """Instead of the model's pause that there was; None: it goes on."""
+        """Replaces the model's pause; None ends it."""
         others = tuple(one for one in self.pauses if one.model != model)
         return self._next(pauses=others if pause is None else (*others, pause))
 

@@ -135,8 +135,8 @@ def check_record(resume: ResumeRecord, request_id: str, params: SamplingParams) 
 def resumed(
     sibling: EngineRequest, text: TextState, resume: ResumeRecord, echo_length: int = 0
 ) -> tuple[EngineRequest, CaughtUp]:
-    """A sequence of a request, to go on after what its client has; `text` must be a new state. Raises what `catch_up`
-    raises.
+    """A sequence of a request that continues after its client's output; `text` must be a new state. Raises what
+    `catch_up` raises.
     """
     index = sibling.sequence_index
     caught_up = catch_up(text, resume, index, echo_length)

@@ -15,7 +15,7 @@ ROUTERS_LOST: Final = "x-holdfast-routers-lost"
 _MAX_DIGITS: Final = 3
 
 MAX_ROUTERS_LOST: Final = 2
-"""A request that so many routers were reading when they ended is taken for the cause, and is refused."""
+"""Number of routers lost while reading a request after which it counts as the cause and is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

@@ -22,7 +22,7 @@ class LoadLimits:
     """Limits on how sessions are sent."""
 
     concurrency: int | None = None
-    """A closed loop of so many users; None: an open loop, by the sessions' own times."""
+    """Users of a closed loop; None: an open loop, by the sessions' own times."""
     max_in_flight: int = 4096
     """Most sessions in flight in an open loop. Sessions above it wait, and the wait counts."""
     duration_s: float | None = None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from holdfast.cluster.bench.sender import Sender
 
 _WIDEST: Final = 64
-"""The search ends where a load so many times below the first is still too much."""
+"""Factor below the first load at which the search ends if even that is too much."""
 
 
 class LoadSearch:

@@ -35,7 +35,7 @@ from holdfast.worker.wire.tls import Tls
 
 
 class Clock(Protocol):
-    """The time that a client goes by."""
+    """Clock of a client."""
 
     def now(self) -> float:
         """Seconds, from any moment on."""

@@ -52,7 +52,7 @@ class Outcome:
     num_answers: int
     num_errors: int
     problems: tuple[str, ...] = ()
-    """Why no line was computed: what is wrong with the input."""
+    """Why no line was computed: errors of the input."""
 
 
 class BatchRun:
@@ -190,7 +190,7 @@ class BatchRun:
 
 
 def folder_of(target: Path) -> Path:
-    """Folder of what a run needs to go on."""
+    """Folder of a run's state."""
     return target.with_name(f"{target.name}.holdfast")
 
 

@@ -15,7 +15,7 @@ from holdfast.router.router_losses import ROUTERS_LOST
 from holdfast.router.wire.resume_codec import HOLD, MARK, RESUME, StreamFailure, read_mark, resume_json
 
 SENT_ONCE: Final = ("/admin/", "/v1/batches", "/v1/conversations", "/v1/files")
-"""Paths of orders: what one has done is not known when its router is lost."""
+"""Paths of operators' commands: their effect is not known when the router is lost."""
 
 
 def is_sent_once(method: str, path: str) -> bool:

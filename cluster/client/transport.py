@@ -90,7 +90,7 @@ class GrpcTransport:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._stamp = None if tls is None else tls.stamp
         self._left: list[grpc.aio.Channel] = []
-        """Channels with files that have been replaced since: calls that there are go on."""
+        """Reopens channels whose TLS files have been replaced; running calls continue."""
 
     async def call(
         self,

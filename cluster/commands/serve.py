@@ -104,7 +104,7 @@ def wait_for_stop(settle_s: float = SETTLE_S) -> None:
 
 
 def _end_as_lost(process: str) -> None:
-    """Whatever is still asked of a Ray that is not there would wait for a minute."""
+    """Ends this process at once: calls to a lost Ray would wait for a minute."""
     from holdfast.cluster.serve.supervisor import EXIT_LOST
 
     _say(f"Ray's {process} has ended, and the cluster with it")

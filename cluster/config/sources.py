@@ -25,7 +25,7 @@ ENV_SEPARATOR: Final = "__"
 Tree = TypeVar("Tree", bound=BaseModel)
 
 MAX_SHOWN: Final = 500
-"""Characters of a value, or of a name, that an error tells."""
+"""Most characters of a value or a name in an error."""
 
 
 def leaves(tree: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

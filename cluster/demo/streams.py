@@ -64,7 +64,7 @@ class Stream:
 
 
 def are_under_way(streams: Sequence[Stream], num_tokens: int) -> bool:
-    """Whether each has come to so many tokens, or to its end."""
+    """Whether each stream has this number of tokens, or has ended."""
     return all(stream.is_finished or stream.num_tokens >= num_tokens for stream in streams)
 
 

@@ -29,7 +29,7 @@ from holdfast.router.api.http.server import Connection as ClientConnection
 from holdfast.router.wire.resume_codec import HOLD
 
 KEEP_ALIVE_S: Final = 10.0
-"""A stream that has nothing to say says so as often, so that no proxy gives it up."""
+"""Seconds between comments in a stream without events, so that no proxy closes it."""
 
 SILENCE_S: Final = 25.0
 """A router that says nothing in a stream for so long is lost."""
@@ -38,7 +38,8 @@ DOWN_S: Final = 1.0
 """A router that was lost is asked after all others for so long."""
 
 MAX_WHOLE_BYTES: Final = 4 * 2**20
-"""An answer in one piece is kept up to here, to be asked for again if it is lost; a longer one is handed on at once."""
+"""Most bytes of a non-streamed answer that is buffered, so that the request can be repeated if the router is lost; a
+longer answer is passed on as it arrives."""
 
 _COMMENT: Final = b": waiting\n\n"
 
@@ -230,7 +231,9 @@ class Relay:
     # --- streams ---
 
     async def _streamed(self, connection: Connection) -> bool:
-        """Hands on the events of one router. True: its client has all that it gets; False: another one goes on."""
+        """Passes on the events of one router. True: the client's stream is complete; False: another router continues
+        it.
+        """
         news, waiting, call = asyncio.Event(), list[bytes](), self._call
         straight: ClientConnection | None = self._scope.get(CONNECTION)
 

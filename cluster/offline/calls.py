@@ -153,7 +153,7 @@ def chat_prompt(
 
 
 def check_unused(**named: object) -> None:
-    """vLLM's arguments for what is not here: nothing may be asked for by them."""
+    """vLLM's arguments for unsupported features: only neutral values are accepted."""
     for name, value in named.items():
         if name not in _UNUSED:
             raise TypeError(f"unexpected keyword argument {name!r}")

@@ -19,7 +19,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tokenizer_kwargs": (None, {}),
     "sanitize_control_tokens": (False,),
 }
-"""Arguments of transformers that mean nothing here, with the values that ask for nothing."""
+"""Arguments of transformers without effect here, with their neutral values."""
 
 
 _NOT_HERE: Mapping[str, tuple[object, ...]] = {**_NEUTRAL, "text_pair": (None,), "return_attention_mask": (None, True)}
@@ -154,7 +154,7 @@ class ChatTokenizer(Tokenizer):
 
 
 def _check_neutral(given: dict[str, Any], table: Mapping[str, tuple[object, ...]]) -> None:
-    """Takes out what means nothing here. Raises `InvalidRequestError` where it asks for something."""
+    """Removes arguments without effect here. Raises `InvalidRequestError` if a value is not neutral."""
     for name in given.keys() & table.keys():
         if given.pop(name) not in table[name]:
             raise InvalidRequestError(name, name, "is not supported")

@@ -63,11 +63,11 @@ class LocalReplica:
         self._dispatch_host.replica_up(self, ReplicaFacts.of(self.replica_id, self._replica.info), engine.load)
 
     def retire(self) -> None:
-        """New requests wait; those that run go on."""
+        """Holds new requests; running ones continue."""
         self._dispatch_host.replica_retiring(self.replica_id, True)
 
     def detach(self) -> None:
-        """The engine drops its requests, and tells nothing more of them."""
+        """The engine drops its requests, without further output."""
         self._replica.engine.detach(self)
 
     def fail_over(self) -> None:
@@ -219,8 +219,8 @@ class LocalRouter:
         self._processor.adapters.exact[adapter.key] = ServedAdapter(self.model, adapter)
 
     def update_weights(self, folder: str, version: str, *, replay: bool) -> None:
-        """Puts other weights in place. Requests that run finish before, or with `replay` go on with the new ones after
-        the tokens that they have. Blocking. Raises what `Replica.update_weights` raises.
+        """Replaces the weights. Running requests finish before, or with `replay` continue with the new weights after
+        their tokens so far. Blocking. Raises what `Replica.update_weights` raises.
         """
         self._thread.run(self._update_weights(folder, version, replay=replay))
 

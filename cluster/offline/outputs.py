@@ -33,7 +33,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
-    """`stop`, `length` or `abort`; None while the sequence goes on."""
+    """`stop`, `length` or `abort`; None while the sequence is running."""
     stop_reason: int | str | None = None
     """The stop string, or the token of `stop_token_ids`, that ended it; None for the model's own end, or no end."""
     cumulative_logprob: float | None = None
@@ -176,7 +176,7 @@ _BEAM_FIELDS: Final[Neutral] = {
     "watermarking": (None,),
     "allowed_token_ids": (None,),
 }
-"""Fields of vLLM's class, with the values that ask for nothing."""
+"""Fields of vLLM's class, with their neutral values."""
 
 
 @takes_neutral(_BEAM_FIELDS, "")

@@ -32,7 +32,7 @@ _OWN_UPDATE: Final = "update_weights() takes a folder or tensors, in one call"
 
 
 class Refused:
-    """vLLM's methods for what is not here."""
+    """vLLM's methods for unsupported features."""
 
     sleep = refused("sleep", "close() frees the memory of weights and KV cache; another LLM loads them again")
     wake_up = refused("wake_up", "an engine never sleeps here")

@@ -35,7 +35,7 @@ MAX_GROWTH: Final = 0.5
 """A trend adds at most this share of the load to it: what is a trend over seconds may be chance."""
 
 PATIENCE: Final = 4
-"""A start that takes so many times what starts take is not waited for."""
+"""Factor on the usual start time after which a starting replica is not counted."""
 
 STARTUP_SMOOTHING: Final = 0.3  # weight of the newest start in the moving average
 SPEED_LOSS_PER_S: Final = 0.002
@@ -48,7 +48,7 @@ class Seen:
 
     now_s: float
     num_wanted: int
-    """Replicas as decided last: those that serve, and those that start."""
+    """Number of replicas decided last, serving and starting."""
     demand: ModelDemand | None
     """None: no router has reported it lately."""
 
@@ -81,7 +81,7 @@ class Autoscaler:
         self._best_per_s = 0.0
         """Requests a second that one replica has served at best, of late."""
         self._ordered = deque[float]()
-        """When each replica was asked for that does not serve yet."""
+        """Times at which the replicas that do not serve yet were requested."""
         self._asked_s = -math.inf
         self._num_serving = 0
         self._busy_s: float | None = None

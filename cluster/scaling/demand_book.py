@@ -37,7 +37,7 @@ class DemandBook:
         these counts: its whole past would look like a burst."""
 
     def follow(self, model: str, cold_start_wait_s: float | None, now_s: float) -> bool:
-        """An autoscaler asks about a model. Returns whether routers have to hear of it."""
+        """Notes that an autoscaler follows a model. Returns whether routers must be informed."""
         before = self._followed.get(model)
         self._followed[model] = cold_start_wait_s, now_s
         return before is None or before[0] != cold_start_wait_s
@@ -68,11 +68,11 @@ class DemandBook:
             self._pinned[application] = num_replicas, now_s
 
     def pinned(self, now_s: float) -> Mapping[str, int]:
-        """The numbers that hold whatever the load, by application."""
+        """Fixed numbers of replicas, by application."""
         return {name: number for name, (number, set_s) in self._pinned.items() if now_s - set_s <= PINNED_S}
 
     def expire(self, now_s: float) -> bool:
-        """Forgets what is old. Returns whether routers have to hear of it."""
+        """Drops expired entries. Returns whether routers must be informed."""
         self._told = {name: report for name, report in self._told.items() if now_s - report[0] <= FRESH_S}
         kept = {model: one for model, one in self._followed.items() if now_s - one[1] <= FOLLOWED_S}
         has_changed = kept.keys() != self._followed.keys()

@@ -25,13 +25,13 @@ ALWAYS_SOME: Final = 0.005
 """The share of requests that may fail of any version: of zero failures nothing can be said with certainty."""
 
 MIN_FAILED: Final = 2
-"""One failure alone tells nothing."""
+"""Fewest failures that count as evidence."""
 
 MAX_LOST: Final = 1
 """Replicas of a canary that may be lost: one may be chance."""
 
 SLOWER: Final = 2.0
-"""A canary is taken back if its first tokens take so many times as long on average."""
+"""Ratio of mean times to the first token above which a canary is rolled back."""
 
 MIN_FIRST_TOKENS: Final = 20
 """First tokens needed from each version before their times are compared."""
@@ -149,7 +149,7 @@ ROUTERS: Final = "routers"
 """Name of the routers in a step, in place of a model's."""
 
 _CLUSTERS: Final = ("routers", "drain_timeout_s", "router_resources", "router_labels")
-"""Settings of the cluster that routers may be given anew."""
+"""Settings of the cluster that a replacement of its routers may change."""
 
 _FIXED: Final = ("host", "port", "http_port", "admin_port")
 """Addresses by which clients know routers."""

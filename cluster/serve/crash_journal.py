@@ -45,7 +45,7 @@ class CrashJournal:
         self._journal.note_own_fault()
 
     def close(self) -> None:
-        """The process ends in order: it has nothing to tell."""
+        """Marks an orderly end of the process."""
         self._journal.note_in_order()
         self.path.unlink(missing_ok=True)
 

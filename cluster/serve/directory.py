@@ -111,7 +111,7 @@ class Snapshot:
     removed_models: frozenset[str] = frozenset()
     """Models that someone has taken away, and that no replica has begun to serve since."""
     followed: Followed = ()
-    """Models that are scaled by their load: routers tell of it."""
+    """Models that are scaled by their load, which routers report."""
     operator_state: OperatorState = NO_OPERATOR_STATE
     """Settings ordered by operators."""
 
@@ -133,7 +133,7 @@ class Directory:
         self.operator_state = NO_OPERATOR_STATE
 
     def renew(self, member: Member, now_s: float) -> bool:
-        """Adds a member or renews its lease. Only a change of what it says makes a new version: True.
+        """Adds a member or renews its lease. True if the entry has changed, which makes a new version of the view.
 
         An operator state of a router that is newer than the one known here is taken over.
         """

@@ -84,7 +84,7 @@ class EngineApi:
         return api
 
     def wind_down(self) -> None:
-        """Refuses new requests from now on; open ones go on."""
+        """Refuses new requests from now on; open ones continue."""
         self._health.stop()
         self._pipeline.processor.close()
 

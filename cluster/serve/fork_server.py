@@ -29,7 +29,7 @@ from holdfast.cluster.serve.kept_process import tables_folder
 from holdfast.cluster.serve.life_starter import IMPORTED, import_for_forks
 
 MAX_ASKING: Final = 64
-"""Launchers that have not sent their whole request; the oldest gives way to one more."""
+"""Most launchers that have not sent their whole request; for one more the oldest is closed."""
 
 MAX_REQUEST_BYTES: Final = 16 * 2**20
 

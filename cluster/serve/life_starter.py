@@ -70,7 +70,7 @@ def _leave_to_supervisor(control: socket.socket, stdin: int, life: Callable[[], 
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Imports, says so, and serves."""
+    """Imports the modules, reports that, and serves."""
     control = socket.socket(fileno=os.dup(_STDIN))
     import_for_forks(arguments)
     control.sendall(READY)

@@ -163,7 +163,7 @@ def check_reachable(address: str) -> None:
 
 @contextmanager
 def plain_ray_errors(address: str | None) -> Iterator[None]:
-    """Ray tells what is wrong in dozens of lines, of which the last says the most. Raises `ReplicaError`."""
+    """Raises `ReplicaError` with the last line of Ray's error, which says the most."""
     try:
         yield
     except Exception as error:  # Ray raises many classes here, without a common one

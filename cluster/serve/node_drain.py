@@ -43,7 +43,7 @@ class NodeDrain:
     """One drain. Everything outside of it is passed in."""
 
     announce: Callable[[float], bool]
-    """Tells Ray that this node goes within so many seconds, and returns whether it is the head."""
+    """Marks this node in Ray as draining within this number of seconds, and returns whether it is the head."""
     num_other_nodes: Callable[[], int]
     """Number of other live nodes, for the head."""
     members: Callable[[], Sequence[ProcessId]]
@@ -112,7 +112,7 @@ def _end(process: ProcessId) -> None:
 
 
 def _announce(notice_s: float) -> bool:
-    """Raises whatever keeps Ray from answering, and `TimeoutError`."""
+    """Raises the errors of Ray's calls, and `TimeoutError`."""
     answers: list[bool | Exception] = []
 
     def ask() -> None:

@@ -63,7 +63,7 @@ ALL_END_S: Final = 0.5
 """Seconds between routers' leaving the directory where all routers end."""
 
 TELL_EVERY_S: Final = 2.0
-"""A router that serves tells the directory news of its requests so often."""
+"""Seconds between a router's reports to the directory."""
 
 LINK_S: Final = 10.0
 """Seconds that a router that replaces another may take to reach all replicas."""
@@ -174,7 +174,7 @@ class RouterDeployment:
         return all(linked.get(name, 0) >= number for name, number in wanted.items())
 
     def _say_linked(self, models: Sequence[ModelStatus]) -> None:
-        """Tells the directory which replicas this router reaches, so that no caller has to ask it."""
+        """Reports the replicas that this router reaches to the directory, so that callers need not ask the router."""
         linked = tuple((model.name, model.num_replicas) for model in models)
         self._lease.update(replace(self._lease.member, linked=linked))
 
@@ -191,7 +191,7 @@ class RouterDeployment:
         return operator_state
 
     async def _keep_telling(self, router: Router) -> None:
-        """Tells the directory this router's operator state, and what came of requests, by version."""
+        """Reports this router's operator state and its requests' outcomes by version to the directory."""
         guard = DiskGuard(session_folder(), logger.error)
         while True:
             await asyncio.sleep(TELL_EVERY_S)

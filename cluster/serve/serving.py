@@ -146,9 +146,8 @@ def running_models(namespace: str) -> dict[str, Running]:
 
 
 def scale_model(config: HoldfastConfig, report: Report) -> int:
-    """Gives a model of the running cluster `cluster.replicas` replicas, and waits until so many serve.
-
-    Returns their number. Raises `UnknownModelError`, and `ReplicaError` where Serve gives up.
+    """Gives a model of the running cluster `cluster.replicas` replicas, and waits until all of them serve. Returns
+    their number. Raises `UnknownModelError`, and `ReplicaError` where Serve gives up.
     """
     namespace, name = config.cluster.namespace, config.model.name
     applications = models.applications_of(namespace, name)
@@ -166,10 +165,7 @@ def _of_any_routers(config: HoldfastConfig) -> HoldfastConfig:
 
 
 def rollback_model(namespace: str, name: str, timeout_s: float) -> list[str]:
-    """Takes away whatever an update that was cut off has left beside a model's oldest application.
-
-    Returns what was taken away.
-    """
+    """Removes the applications that an interrupted update has left beside a model's oldest one. Returns their names."""
     directory, applications = models.directory_of(namespace), models.applications_of(namespace, name)
     snapshot: Snapshot = directory.watch.remote(0).result(timeout_s=LINK_TIMEOUT_S)
     serving = snapshot.serving(Role.REPLICA)

@@ -21,7 +21,7 @@ LINK_TIMEOUT_S: Final = 10.0
 """Seconds that routers may take to reach serving replicas, with ample margin."""
 
 UNLINKED_S: Final = 60.0
-"""Routers that have not reached them by then do not: something lies between."""
+"""Seconds after which a router without a link to a replica counts as unable to reach it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

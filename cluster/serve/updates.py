@@ -207,7 +207,7 @@ class Update:
                 logger.exception("a step of taking back the update of %s failed", model)
 
     def _wait_for(self, application: str, number: int) -> list[Member]:
-        """Until so many of its replicas serve. Raises what makes waiting for it pointless."""
+        """Waits until this number of its replicas serve. Raises errors that make waiting useless."""
         end_s = self._steps.now() + self._plan.timeout_s
         while True:
             self._report(STARTING, 0, 1)  # again and again: it may raise, which ends the wait

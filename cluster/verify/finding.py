@@ -19,7 +19,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The request that shows a finding, what was expected, and what came."""
+    """Evidence of a finding: request, expected answer and found answer."""
 
     path: str
     request: Mapping[str, Any]

@@ -36,7 +36,7 @@ class Feature(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A step: nothing is asked for so long."""
+    """A step without requests, for this number of seconds."""
 
     seconds: float
 

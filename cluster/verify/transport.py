@@ -106,7 +106,7 @@ class Transport:
         return await asyncio.gather(*(self._patiently(ask, on_first) for ask in asks))
 
     async def _wait(self, number: int) -> None:
-        """Until the rate allows so many more."""
+        """Waits until the rate allows this number of requests more."""
         now = time.monotonic()
         self._allowance = min(float(self.budget.burst), self._allowance + (now - self._at_s) * self.budget.rate)
         self._at_s = now

@@ -50,8 +50,8 @@ def cut_off(peers: Collection[Peer], ports: Collection[int]) -> set[Peer]:
 
 
 def _accepted(ports: Collection[int]) -> Iterator[tuple[socket.socket, Peer]]:
-    """Duplicates of the sockets, which the caller closes. A duplicate stays that connection's, whatever becomes of the
-    number of its descriptor.
+    """Duplicates of the sockets, which the caller closes. A duplicate stays that connection's, also when the
+    descriptor's number is used again.
     """
     for name in os.listdir(DESCRIPTORS):
         with suppress(OSError, ValueError):  # it is closed by now, or no connected socket over IP

@@ -63,8 +63,8 @@ class Operators:
     def check(self, not_local: str = "") -> None:
         """Whether the caller of the running task may give orders. Raises `PermissionDeniedError`.
 
-        Where keys are asked for, the key has passed the gate. Without keys the call must come from this machine:
-        `not_local` says why it does not.
+        With API keys, the key has passed the gate. Without keys the call must come from this machine: `not_local` says
+        why it does not.
         """
         self._gate.caller().check_operator()
         if not_local and not self._gate.is_locked:

@@ -135,7 +135,7 @@ class AdmissionQueue:
         return any((self.first(model), self.first_held(model), self._parked.get(model)))
 
     def waiting(self, model: str) -> Iterator[RequestState]:
-        """The requests of a model in the order in which they leave, then those that stand aside."""
+        """The requests of a model in order of service, then those held for a trial or a version."""
         yield from self._queues.get(model, ())
         yield from self.aside(model)
 
@@ -228,8 +228,8 @@ class AdmissionQueue:
     def _check_wait(self, state: RequestState) -> None:
         """Raises `QueueFullError` if a new request would probably wait too long for its first token to be in time.
 
-        Requests of a worse class do not stand before it. However slow the pace, one may wait: it is learned
-        from those that do.
+        Requests of a worse class are not counted. One request may always wait, however slow the pace, because the pace
+        is measured by waiting requests.
         """
         queue, pause_s = self._queues.get(state.model), self._paces[state.model].mean_s
         if queue is None or not pause_s or self._max_ttft_s == math.inf:

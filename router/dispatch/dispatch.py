@@ -148,9 +148,8 @@ class Dispatch:
         return [delta, *self._endings.close(state, RequestEvent.CANCEL), *self._drain(state.model, now)]
 
     def suspend(self, key: SequenceKey, now: float) -> list[Action]:
-        """The client of a request does not read its output: no replica is to run it meanwhile.
-
-        Returns nothing for one that no replica runs, or that is on trial, and then it goes on.
+        """Suspends a request whose client does not read its output: no replica runs it meanwhile. Returns no actions
+        for a request that no replica runs, or that is on trial, which continues.
         """
         state = self._requests.get(key)
         if state is None or state.attempt is None or state.status is RequestStatus.ON_TRIAL:
@@ -158,7 +157,7 @@ class Dispatch:
         return [self._placement.suspend(state, now), *self._drain(state.model, now)]
 
     def go_on(self, key: SequenceKey, now: float) -> list[Action]:
-        """The client of a suspended request has read all of its output. Any other request is left as it is."""
+        """Resumes a suspended request whose client has read all of its output. Any other request stays unchanged."""
         state = self._requests.get(key)
         if state is None or state.status is not RequestStatus.SUSPENDED:
             return []
@@ -200,12 +199,14 @@ class Dispatch:
         return actions + self._drain(replica.facts.model, now)
 
     def models_removed(self, names: frozenset[str]) -> list[Action]:
-        """Sets the models that are removed: requests that wait for one fail, and those that run go on."""
+        """Sets the models that are removed: waiting requests for them fail, and running ones continue."""
         self.registry.set_removed(names)
         return [action for name in sorted(names) for action in self._fail_removed(name)]
 
     def models_asleep(self, waits_s: Mapping[str, float]) -> None:
-        """These models have no replica at rest, by decision: a request wakes one, and waits for so many seconds."""
+        """Sets the models that may be scaled to zero: a request starts a replica, and waits for at most this number of
+        seconds.
+        """
         self.registry.set_asleep(waits_s)
 
     def release_versions(self, model: str) -> None:

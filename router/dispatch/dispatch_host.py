@@ -68,7 +68,7 @@ class DispatchHost:
     ) -> None:
         """A request with `max_unread_tokens` that its client does not read is suspended until it does; None: never."""
         self.dispatch = dispatch
-        """The core: what it can be asked, it is asked directly; every event for it comes by this host."""
+        """The core. Queries go to it directly; every event goes through this host."""
         self.now = clock.time
         """The clock of all deadlines, in seconds."""
         self._clock = clock

@@ -79,7 +79,9 @@ class Endings:
         return self.fail(state, error)
 
     def fail_unreadable(self, state: RequestState, bug: Exception, *, replica_has_it: bool) -> list[Action]:
-        """Ends one whose tokens a bug in Holdfast has kept from becoming text; the others of its link go on."""
+        """Ends a request whose tokens could not be turned into text because of a bug; the others of its link
+        continue.
+        """
         logger.error(
             "request %s: its tokens could not be turned into text",
             state.request_id,

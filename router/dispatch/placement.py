@@ -25,7 +25,7 @@ MAX_FULL_S: Final = 1.0
 """Longest time that a replica gets no new requests after it refused one for lack of room."""
 
 MAX_REFUSALS: Final = 4
-"""Attempts in a row that replicas which stay up may give up. With more, the request is the likelier cause."""
+"""Attempts in a row that may fail on replicas that stay up. With more, the request is the likelier cause."""
 
 
 class Placement:
@@ -176,7 +176,7 @@ class Placement:
         return SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number)
 
     def go_on(self, state: RequestState, now: float) -> None:
-        """The client of a suspended request has read what there was: it waits, ahead of new ones of its class."""
+        """Requeues a suspended request whose client has read its output, ahead of new requests of its class."""
         state.note(RequestEvent.CONTINUE)
         self.queue.put_back(state, now)
 

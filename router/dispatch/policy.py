@@ -198,7 +198,7 @@ def random_choice(snapshot: RoutingSnapshot) -> Slot:
 
 
 def round_robin(snapshot: RoutingSnapshot) -> Slot:
-    """One after the other, whatever their load."""
+    """One replica after the other, regardless of load."""
     num_slots = len(snapshot.scores)
     after = ((snapshot.last + step) % num_slots for step in range(1, num_slots + 1))
     return next(slot for slot in after if snapshot.is_open(slot))

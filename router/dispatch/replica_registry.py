@@ -166,7 +166,7 @@ class ReplicaRegistry:
         return elsewhere_s(num_there, far.token_s_of(helper.slot), moved, move_s, hand_on_s) < local
 
     def note_hand_on(self, state: RequestState, pause_s: float) -> None:
-        """A request that was handed on has brought its first output there, after so many seconds."""
+        """Notes the seconds from a request's hand-over to its first output on the new replica."""
         self._models[state.model].roles.note_hand_on(pause_s, state.handed_on[1])
 
     def block_source(self, state: RequestState, target: ReplicaState) -> BlockSource | None:
@@ -246,7 +246,7 @@ class ReplicaRegistry:
         return name in self._removed_models
 
     def set_asleep(self, waits_s: Mapping[str, float]) -> None:
-        """These models may be without replicas by decision; requests for one that is wait for so many seconds."""
+        """Sets the models that may be scaled to zero, and the seconds that their requests wait for a replica."""
         self.asleep = waits_s
         self._refresh_statuses()
 

@@ -44,7 +44,7 @@ class Pace:
         return self._sum_s / self._weight if self._weight else None
 
     def wait_s(self, num_ahead: int) -> float:
-        """Estimated wait behind so many; 0 while nothing is known."""
+        """Estimated wait in seconds behind this number of requests; 0 while nothing was measured."""
         return num_ahead * (self.mean_s or 0.0)
 
 

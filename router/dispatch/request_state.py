@@ -103,7 +103,7 @@ class RequestState:
     num_replicas_lost_in_a_row: int = 0
     """The same, since it was last cleared by progress."""
     is_suspect: bool = False
-    """Whether it has crashed so many replicas that it may only run on trial. Set by `failures.py`."""
+    """Whether it has crashed too many replicas and may only run on trial. Set by `failures.py`."""
 
     def __post_init__(self) -> None:
         request, caught_up = self.request, self.caught_up

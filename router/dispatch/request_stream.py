@@ -31,7 +31,7 @@ class Sink(Protocol):
     """Receiver of a request's output. Both methods run inside the dispatch host, and must not call back into it."""
 
     def take(self, delta: OutputDelta, /) -> bool:
-        """Takes what comes before the end of a sequence of which nothing waits. False is back pressure: the delta
+        """Offers a delta before a sequence's end, if none of the sequence waits. False is back pressure: the delta
         waits to be polled.
         """
 

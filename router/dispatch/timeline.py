@@ -38,7 +38,7 @@ class AttemptTimes:
     queued_s: float = 0.0
     """Seconds that it waited in its replica before it ran, if it brought output."""
     ended_s: float | None = None
-    """None: it has ended with its request, or goes on."""
+    """None: it has ended with its request, or is still running."""
     cause: Cause | None = None
     num_draft_tokens: int = 0
     """Draft tokens that were verified, as far as the replica has reported."""

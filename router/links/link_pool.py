@@ -31,9 +31,7 @@ class LinkPool:
         on_operator_state: Callable[[OperatorState], None] | None = None,
         on_view: Callable[[DirectoryView], None] | None = None,
     ) -> None:
-        """`on_operator_state` hears what operators have ordered, when that changes; `on_view`, all that the directory
-        says.
-        """
+        """`on_operator_state` gets the operator state when it changes; `on_view` gets each view of the directory."""
         self._on_operator_state = on_operator_state
         self._on_view = on_view
         self._operator_state = NO_OPERATOR_STATE

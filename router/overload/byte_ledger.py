@@ -14,7 +14,7 @@ from holdfast.router.config import OverloadConfig
 from holdfast.worker.errors import ByteBudgetError, HoldfastError
 
 GREEDY_BYTES: Final = 256 * 2**10
-"""A request that holds less is modest, and is not ended for what it holds."""
+"""Bytes below which a request is never ended for its size."""
 
 RETRY_S: Final = 1.0
 
@@ -60,7 +60,7 @@ class Lease:
             one.fail(error)
 
     def take(self, num_bytes: int) -> None:
-        """More input has arrived. Raises `ByteBudgetError`, and then holds what it held before."""
+        """Adds bytes of input that has arrived. Raises `ByteBudgetError`, and then the lease is unchanged."""
         self._ledger.take(self, num_bytes)
 
     def belongs_to(self, account: str) -> None:
@@ -133,7 +133,7 @@ class ByteLedger:
         return sum(lease.held_bytes for lease in self._leases)
 
     def greediest(self) -> Lease | None:
-        """The request that holds the most, of the account that holds the most. None where that one is modest."""
+        """The request that holds the most, of the account that holds the most. None if it is small."""
         by_account: Counter[str] = Counter()
         largest: dict[str, tuple[int, Lease]] = {}
         for lease in self._leases:

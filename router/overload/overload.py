@@ -102,7 +102,7 @@ RETRY_S: Final = 2.0
 """When a refused request may come again."""
 
 CLOSE_EVERY_S: Final = 0.5
-"""Between two requests that are ended: what one has held must be measured as gone first."""
+"""Seconds between two requests that are ended: the memory of the first must be measured as freed before the next."""
 
 
 class OverloadAction(StrEnum):

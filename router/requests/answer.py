@@ -159,7 +159,7 @@ class Abortable(Protocol):
     """An answer that may still be under way."""
 
     def abort(self) -> bool:
-        """Ends it after what it has. Returns whether there was anything to end."""
+        """Ends the request with its output so far. Returns whether it was running."""
 
 
 class OpenAnswers:

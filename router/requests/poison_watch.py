@@ -23,7 +23,8 @@ from holdfast.worker.errors import OnTrialError, RequestQuarantinedError
 from holdfast.worker.request import PoisonRisk
 
 WHOLE_BYTES: Final = 2**18
-"""Bytes up to this are hashed whole. Of more, so many at both ends and pieces between: no loop waits for 32 MB."""
+"""Messages up to this size are hashed whole. Of larger ones this number of bytes at both ends and pieces between are
+hashed: no event loop waits for 32 MB."""
 
 PIECES: Final = 64  # hashed between the ends
 PIECE_BYTES: Final = 2**12
@@ -216,7 +217,7 @@ class PoisonWatch:
         return is_cleared or is_before or now - loss.at_s > FORGET_S
 
     def known_losses(self) -> tuple[RouterLoss, ...]:
-        """Losses to tell other routers, in an order of its own."""
+        """Losses to report to other routers."""
         self._forget(self.now())
         return tuple(sorted(loss for known in self._losses.values() for loss in known.values()))
 
@@ -274,7 +275,7 @@ class PoisonWatch:
 
 
 class Reading:
-    """One request while it is read. Ended by `admitted`, or by `end` if nothing comes of it, whichever is first."""
+    """One request while it is read. Ended by `admitted`, or by `end` if it is refused, whichever is first."""
 
     __slots__ = ("_num_left", "_place", "_watch", "digest", "poison_risk")
 
@@ -286,8 +287,8 @@ class Reading:
         self._place = watch.journal.enter(digest, poison_risk, is_known_good=watch.is_known_good(digest))
 
     def suspect(self, num_lost: int) -> None:
-        """Notes that its client reports so many routers lost with it. Raises `OnTrialError` as `PoisonWatch.begin`
-        does.
+        """Notes the number of routers that its client reports as lost with it. Raises `OnTrialError` as
+        `PoisonWatch.begin` does.
         """
         watch = self._watch
         if watch is None or not num_lost or self.poison_risk is not PoisonRisk.NONE:
@@ -299,7 +300,7 @@ class Reading:
         self._place = watch.journal.enter(self.digest, self.poison_risk, is_known_good=False)
 
     def expect(self, num_requests: int) -> None:
-        """Notes that so many requests come of it, each of which is admitted."""
+        """Notes the number of requests in the message; each of them is admitted."""
         self._num_left = num_requests
 
     def admitted(self) -> None:
@@ -309,7 +310,7 @@ class Reading:
             self.end(is_cleared=True)
 
     def end(self, *, is_cleared: bool) -> None:
-        """`is_cleared`: it was read to its end, be it admitted or refused, and the router lives."""
+        """`is_cleared`: it was read to its end, admitted or refused, without a crash of the router."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.journal.clear(self._place)

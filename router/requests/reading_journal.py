@@ -75,7 +75,7 @@ class ReadingJournal:
         self._buffer[_OWN_FAULT_AT] = 1
 
     def note_in_order(self) -> None:
-        """The process ends in order: it has nothing to tell."""
+        """Marks an orderly end of the process, after which the journal reports no losses."""
         self._buffer[_IN_ORDER_AT] = 1
 
 
@@ -89,7 +89,9 @@ class LeftJournal:
         self._buffer = buffer
 
     def note_end(self, monotonic_s: float) -> None:
-        """The process ends now, seen by who watches it. That it had hung by then, those who come later cannot know."""
+        """Marks the end of the process as seen by a watcher. A later reader could not tell that the process had hung
+        before.
+        """
         if monotonic_s - self._turned_at >= HUNG_S + TURN_S:
             self._buffer[_OWN_FAULT_AT] = 1
 

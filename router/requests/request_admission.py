@@ -96,10 +96,10 @@ class Adapters:
         self._statuses = statuses
         self._named: dict[str, NamedAdapter] = {}
         self.exact: dict[str, ServedAdapter] = {}
-        """Adapters by `Adapter.key`, for callers who mean one content, whatever its name means to others."""
+        """Adapters by `Adapter.key`, for callers who mean one content, independent of names."""
 
     def set(self, adapters: Iterable[NamedAdapter]) -> None:
-        """Sets those that operators have loaded, or unloaded."""
+        """Sets the adapters that operators have loaded."""
         self._named = {one.name: one for one in adapters}
 
     def find(self, name: str) -> ServedAdapter | None:

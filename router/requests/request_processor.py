@@ -65,8 +65,8 @@ class RequestProcessor:
         overload: Overload | None = None,
         head_line_rules: Collection[str] = (),
     ) -> None:
-        """Lets everyone ask for everything without a `gate`, traces nothing without a `tracer`, sheds nothing without
-        an `overload` manager.
+        """Without a `gate` every request is permitted, without a `tracer` none is traced, without an `overload` manager
+        none is shed.
         """
         self._dispatch_host = dispatch_host
         self._gate = gate or Gate()
@@ -90,7 +90,7 @@ class RequestProcessor:
         return self._admission.is_closed
 
     def close(self) -> None:
-        """Refuses new requests from now on; open ones go on."""
+        """Refuses new requests from now on; open ones continue."""
         self._admission.is_closed = True
 
     def check_overload(self, priority: Priority = Priority.NORMAL, *, is_resumed: bool = False) -> None:
@@ -98,7 +98,7 @@ class RequestProcessor:
         self._admission.check_overload(priority, is_resumed=is_resumed)
 
     def charge(self, request: GenerationRequest) -> None:
-        """Checks what the caller may ask for, and takes it off its rate of requests, for one that runs later."""
+        """Checks the caller's rights and charges its request rate, for a request that runs later."""
         self._gate.caller().charged(request, self._dispatch_host.now())
 
     @property
@@ -233,9 +233,8 @@ class RequestProcessor:
                 yield answer
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request, whichever client has sent it, after the output that it has. Returns whether it was open.
-
-        A caller with a key ends those of its own tenant alone.
+        """Aborts a request of any client; its output so far stays. Returns whether it was open. A caller with a key can
+        only abort requests of its own tenant.
         """
         if not request_id:
             raise InvalidRequestError("request_id", request_id, "must be set")

@@ -274,7 +274,7 @@ class SlowRequests:
 
 
 def where_its_time_went(ended: EndedRequest) -> dict[str, float]:
-    """Seconds by phase. What waits for the reader may go on beside decode; the others follow each other."""
+    """Seconds by phase. Waiting for the reader may overlap with decode; the other phases follow each other."""
     phases = ended.phases
     return {
         "queue_s": phases.queue_s,

@@ -32,7 +32,7 @@ class Session:
     tenant: str
     model: str
     name: str
-    """Name that its client gives it; empty: none."""
+    """Name given by the client; empty: none."""
     num_turns: int = 0
     num_prompt_tokens: int = 0
     """Tokens of the last prompt."""

@@ -23,7 +23,7 @@ UPPER: Final = ("maximum", "exclusiveMaximum")
 
 
 def check_exact(value: Any, path: str) -> None:
-    """Raises `SchemaError` for a constant with a number in it that would not come out as it is."""
+    """Raises `SchemaError` for a constant with a number that cannot be reproduced exactly."""
     if isinstance(value, list):
         for item in value:
             check_exact(item, path)

@@ -29,7 +29,7 @@ MAX_PRESENTED: Final = 1024
 
 
 class ApiKey(BaseModel):
-    """One key of the file: its hash, whose it is, and what it may do."""
+    """One key of the file: hash, name, tenant and rights."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -71,7 +71,7 @@ class KeyRing:
 
     @classmethod
     def read(cls, text: str, source: str) -> "KeyRing":
-        """The keys of a file's content. Raises `ConfigurationError`, which tells no hash."""
+        """The keys of a file's content. Raises `ConfigurationError`, whose message shows no hash."""
         try:
             content = json.loads(text)
             keys = [ApiKey.model_validate(entry) for entry in content["keys"]]

@@ -35,7 +35,7 @@ class Caller:
     is_operator: bool = True
     rates: Rates | None = field(default=None, repr=False)
     has_paid: bool = False
-    """Whether its request was let in, and taken off the rate of requests, before; tokens are still charged."""
+    """Whether its request was admitted and charged to the request rate before; tokens are still charged."""
 
     def check_model(self, model: str) -> None:
         """Raises `PermissionDeniedError`. An empty name is that of the only one that it sees."""
@@ -111,7 +111,7 @@ class Gate:
 
     @property
     def is_locked(self) -> bool:
-        """Whether a key is asked for."""
+        """Whether a key is required."""
         return self._keys is not None
 
     def enter(self, presented: str | None) -> Caller:

@@ -25,7 +25,7 @@ COMPLETED: Final = "completed"
 EXPIRED: Final = "expired"
 
 _PREPARE_S: Final = 3600.0
-"""A batch whose lines are not all there by then is deleted."""
+"""Seconds after which a batch without all of its lines is deleted."""
 
 
 class BatchStore:
@@ -43,7 +43,7 @@ class BatchStore:
     # --- a new batch ---
 
     async def begin(self, tenant: str, batch_id: str, files: Mapping[str, str]) -> None:
-        """A batch that nobody sees or computes yet. `files`: the ids of its files, `output` and `errors`."""
+        """Creates a batch that is not visible or computed yet. `files`: the ids of its files, `output` and `errors`."""
 
         def work(connection: "sqlalchemy.Connection") -> None:
             until = self._database.now(connection) + _PREPARE_S

@@ -14,7 +14,7 @@ FILE: Final = "file"
 PIECE_BYTES: Final = 2**18
 
 UPLOAD_S: Final = 3600.0
-"""A file that is not whole by then is deleted."""
+"""Seconds after which an incomplete file is deleted."""
 
 _PIECES_AT_A_TIME: Final = 16  # rows of one query
 
@@ -28,7 +28,7 @@ class FileStore:
         self._pieces = objects.database.tables.pieces
 
     async def begin(self, tenant: str, file_id: str) -> None:
-        """A file that nobody sees until it is whole."""
+        """Creates a file that is not visible until it is complete."""
 
         def work(connection: "sqlalchemy.Connection") -> None:
             begun = hidden(file_id, expires_at=self._database.now(connection) + UPLOAD_S)

@@ -47,7 +47,7 @@ _BYTES: Final = LLTokenizer("byte")
 """A vocabulary of single bytes, whose masks are quickly made."""
 
 KEPT: Final = 64
-"""Grammars that are kept: most of a model's requests ask for one of a few shapes."""
+"""Compiled grammars that are kept: most requests for a model use one of a few."""
 
 
 class GrammarCompiler:

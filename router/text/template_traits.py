@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 Turn: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[Sequence[Turn], Sequence[Mapping[str, Any]] | None], str]
-"""Renders messages and tools by the template. Raises whatever the template raises."""
+"""Renders messages and tools by the template. Raises the template's errors."""
 
 _SYSTEM, _LATER, _USER, _AGAIN, _SAID = "Qzsystem", "Qzlater", "Qzuser", "Qzagain", "Qzsaid"
 _TOOL, _OTHER, _VALUE, _RESULT, _CUT = "qztool", "qzother", "Qzvalue", "Qzresult", "Qzcut"

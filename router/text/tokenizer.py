@@ -48,7 +48,7 @@ class Codec(Protocol):
 
 
 class TooManyTokensError(Exception):
-    """A text has more tokens than were asked for at most."""
+    """A text has more tokens than the caller's limit."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(num_tokens)

@@ -19,7 +19,7 @@ _WISHES: Final[Neutral] = {
     "async": (False,),
     "output_schema": (),
 }
-"""Fields of vendors' tools that are not supported, with the values that ask for nothing."""
+"""Fields of vendors' tools that are not supported, with their neutral values."""
 
 TOOL_NOTES: Final = frozenset(("cache_control", "eager_input_streaming"))
 """Fields of tools that no answer depends on: a mark of the prompt's cache, and when arguments are streamed."""
@@ -123,9 +123,7 @@ def _chosen_name(value: object, field: str) -> object:
 
 
 def check_tool_names(tool: Mapping[str, Any], known: Collection[str], field: str) -> None:
-    """Raises `InvalidRequestError` for what a tool of a vendor's API asks for and does not get: by a field that only
-    others have, or that is not known.
-    """
+    """Raises `InvalidRequestError` for unsupported or unknown fields of a vendor's tool."""
     for name, values in _WISHES.items():
         if tool.get(name) is not None:
             check_neutral(name, tool[name], values, f"{field}.")

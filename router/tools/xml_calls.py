@@ -187,7 +187,7 @@ class _WithoutLastBreak:
 
 
 def text_schema(types: ValueTypes, parameter: str) -> Mapping[str, Any] | None:
-    """The schema of a value that stands in the output as it is; None for one that stands there as JSON."""
+    """The schema of a value that is written in the output as plain text; None for one written as JSON."""
     schema = types.followed(types.of_property(parameter))
     if schema is None:
         return {}

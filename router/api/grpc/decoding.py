@@ -56,7 +56,7 @@ class MessageDecoder:
 
 
 TURN_BYTES: Final = 2**20
-"""Once a turn has copied so many, nothing more is copied in it."""
+"""Bytes after which no further message is copied in a turn of the loop."""
 
 _EOF: Final = grpc.aio.EOF  # type: ignore[attr-defined]  # it is there
 
@@ -78,7 +78,7 @@ class StagedReads:
         """Copied since the last turn that was full."""
         self._is_full = False
         self.most_bytes = 0
-        """The most that a full turn has copied, with what came in those before it."""
+        """Most bytes copied in one full turn, with the bytes of messages from earlier turns."""
 
     async def read(self, read: Coroutine[Any, Any, Any]) -> bytes | None:
         """The message of a call, whose context's `read` this is; None where the call has ended without one."""

@@ -24,7 +24,7 @@ _NAMESPACE: Final = "envoy.lb"
 _SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 _SUBSET: Final = "x-gateway-destination-endpoint-subset"
 _MOST_PICKED: Final = 3
-"""Endpoints of one answer: the proxy goes on to the next where one cannot be reached."""
+"""Endpoints of one answer: the proxy tries the next if one cannot be reached."""
 
 
 def picked(loads: dict[str, int], random_index: RandomIndex) -> list[str]:

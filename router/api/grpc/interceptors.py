@@ -102,7 +102,7 @@ OF_OPERATORS: Final = (
     "/holdfast.v1.Inference/GetLoad",
     "/grpc.channelz.v1.Channelz/",
 )
-"""They tell of all tenants, or touch all."""
+"""Methods that show or change data of all tenants."""
 
 
 class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # it takes none when it runs

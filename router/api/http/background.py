@@ -122,7 +122,7 @@ class BackgroundResponses:
                         await stored.wait()
 
     async def stop(self) -> None:
-        """Stops computing here; other routers go on."""
+        """Stops computing in this router; other routers continue the jobs."""
         self._is_stopping = True
         tasks = [self._claiming, *self._runs.values()]
         for task in tasks:

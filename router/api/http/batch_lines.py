@@ -66,7 +66,7 @@ class BatchLines:
         self._looks.set()
 
     async def stop(self) -> None:
-        """Stops computing here; other routers go on."""
+        """Stops computing in this router; other routers continue the jobs."""
         self._is_stopping = True
         self._looks.set()
         await asyncio.wait([self._looking])  # to its end: what it claims must be put back
@@ -167,7 +167,7 @@ class BatchLines:
 
 
 def _content(body: Mapping[str, Any]) -> bytes:
-    """The request of a line: behind all that clients wait for, and stored only if it says so."""
+    """The request of a line: at low priority, and stored only if its body asks for it."""
     return json.dumps({"store": False, **body, "priority": "low"}).encode()
 
 

@@ -49,7 +49,7 @@ class ResponseFormat(BaseModel):
 
 
 class Notes(BaseModel):
-    """Fields that no answer depends on: who asks, and what it costs. Their values are checked, and that is all."""
+    """Fields about the user and the price, which no answer depends on. Only their values are checked."""
 
     user: str | None = None
     safety_identifier: str | None = None
@@ -176,7 +176,7 @@ class ChatFields(BaseModel):
     documents: Listed[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    """The output goes on with the last message, whose turn stays open."""
+    """The output continues the last message, whose turn stays open."""
     chat_template: str | None = None
     """The name of one of the model's own templates."""
 

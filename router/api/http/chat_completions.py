@@ -91,7 +91,7 @@ class ChatView:
     tokens: TokenTable
     new_reader: NewReader
     prompt_text: str | None = None
-    """The prompt, where the answer tells it."""
+    """The prompt, if the answer contains it."""
 
     @property
     def names(self) -> TokenNames:

@@ -17,7 +17,7 @@ from holdfast.worker.request import FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class TokenNames:
-    """Form of a response's tokens: texts, or `token_id:7` where the request asks for that."""
+    """Form of a response's tokens: texts, or `token_id:7` on request."""
 
     tokens: TokenTable
     are_ids: bool = False
@@ -155,7 +155,7 @@ Kind: TypeAlias = Literal["text", "thinking", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """One block, as far as it is known."""
+    """One block so far."""
 
     kind: Kind
     index: int
@@ -175,7 +175,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
-    """A block begins, goes on with a piece, or ends."""
+    """Event of a block: begin, piece, or end."""
 
     what: Literal["begin", "more", "end"]
     block: Block

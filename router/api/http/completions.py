@@ -200,7 +200,7 @@ class Completions:
 
     @property
     def _tells_prompts(self) -> bool:
-        """Whether choices tell log-probabilities of their prompts."""
+        """Whether choices contain log-probabilities of their prompts."""
         return self._body.given("prompt_logprobs") is not None or bool(
             self._body.given("echo") and self._tells_logprobs
         )

@@ -29,7 +29,7 @@ MAX_ITEMS: Final = 20
 
 
 class StoredBody(Reads):
-    """A body that asks for no output."""
+    """A body of an endpoint without output."""
 
     neutral: ClassVar[Neutral] = {}
 

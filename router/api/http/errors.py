@@ -40,7 +40,7 @@ _ANTHROPIC: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpError:
-    """An error as it is answered."""
+    """Status, body and headers of an error response."""
 
     status: int
     message: str

@@ -73,7 +73,7 @@ class FileEndpoints:
         return json_response(file)
 
     async def _received(self, request: Request, form: "_Form", files: FileStore, tenant: str, file_id: str) -> int:
-        """Stores the file's content, of so many bytes."""
+        """Stores the file's content; returns its size in bytes."""
         size = number = 0
         async for part in request.stream():
             form.push(part)
@@ -125,7 +125,7 @@ class FileEndpoints:
 
 
 class _Form:
-    """A form as it arrives: its fields, and the content of its file so far, as far as it was not taken."""
+    """Incremental multipart form: its fields, and the received content of its file that was not taken yet."""
 
     def __init__(self, boundary: bytes) -> None:
         self.fields: dict[str, str] = {}

@@ -48,7 +48,7 @@ class GenerationEndpoints:
         load_header: Callable[[Request], dict[str, str]],
         chats: StoredChats,
     ) -> None:
-        """`load_header`: what the headers of a stream tell of the router's load, where a request asks for it."""
+        """`load_header` makes the ORCA load header of a stream, for requests that ask for it."""
         self._requests = request_processor
         self._reader = reader
         self._load_header = load_header

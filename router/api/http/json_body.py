@@ -69,8 +69,8 @@ class Reads(BaseModel):
         "moderation": (),
         "stream_options.include_obfuscation": (False,),
     }
-    """Fields that are not supported, with the values that ask for nothing. None always asks for nothing. A name with a
-    dot is that of a field in an object.
+    """Fields that are not supported, with their neutral values. None is always neutral. A name with a dot is that of a
+    field in an object.
     """
 
     objects: ClassVar[Mapping[str, Collection[str]]] = {
@@ -170,7 +170,7 @@ class Reads(BaseModel):
                 logger.warning("a request has a field that is not known here, %r: it is ignored", loggable(name))
 
     def _check_inside(self, own: str) -> None:
-        """Raises `InvalidRequestError` for a field in an object that is not known, or asks for what is not here."""
+        """Raises `InvalidRequestError` for an unknown field of an object, or one with an unsupported value."""
         for path, known in self.objects.items():
             if path == own or path.startswith(f"{own}."):
                 fields, wishes = self._object(path), self._wishes(path)
@@ -198,6 +198,6 @@ class Reads(BaseModel):
 
     @classmethod
     def knows(cls, name: str) -> bool:
-        """Whether a field is read, or refused unless it asks for nothing."""
+        """Whether a field is read, or refused unless its value is neutral."""
         declared = name in cls.model_fields or name in cls.neutral or name in PARAMETERS
         return declared or name in cls.passed_on

@@ -290,7 +290,7 @@ def _text(content: object, field: str, *, may_lack: bool) -> str:
 
 
 def _said(content: Sequence[object], field: str) -> Mapping[str, Any]:
-    """A turn of the model: what it thought, said and called."""
+    """A turn of the model: thinking, text and tool calls."""
     text = ""
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -328,7 +328,7 @@ def _call(block: Mapping[str, Any], field: str) -> dict[str, Any]:
 
 
 def _asked(role: str, content: Sequence[object], field: str) -> Iterator[Mapping[str, Any]]:
-    """A turn of the user: results of calls, and what they say besides."""
+    """A turn of the user: tool results and text."""
     texts: list[str] = []
     for index, block in enumerate(content):
         if isinstance(block, Mapping) and _kind_of(block, f"{field}[{index}]") == "tool_result":

@@ -30,7 +30,7 @@ CORS_SETTING: Final = "router.http_cors_origin"
 ANY: Final = "*"
 
 OF_OPERATORS: Final = ("/cluster", "/load", "/metrics")
-"""They tell of all tenants. Paths below `/admin` are operators' too."""
+"""Paths with data of all tenants. Paths below `/admin` are operators' too."""
 
 _FROM_ELSEWHERE: Final = ("cross-site", "same-site")
 """Values of `sec-fetch-site` on requests made by a page of another origin."""

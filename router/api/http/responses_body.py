@@ -92,7 +92,7 @@ class ResponsesBody(Reads, Notes):
     background: bool | None = None
     """The response is computed whether its client stays or not, and is read later; it must be stored."""
     previous_response_id: str | None = None
-    """The stored response whose conversation goes on."""
+    """Id of the stored response whose conversation continues."""
     conversation: str | dict[str, Any] | None = None
     """The id of a stored conversation that goes on, and gets this turn; alone, or as the field of an object."""
     top_logprobs: int | None = None
@@ -228,7 +228,7 @@ def _thoughts(item: Mapping[str, Any], field: str) -> str:
 
 
 def _told(kind: object, item: Mapping[str, Any], field: str) -> dict[str, Any]:
-    """A message of somebody else than the model."""
+    """A message of a role other than assistant."""
     if kind == "function_call_output":
         output = content_text(item.get("output"), f"{field}.output")
         return {"role": "tool", "tool_call_id": _call_id(item, field), "content": output}

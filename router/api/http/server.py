@@ -47,7 +47,7 @@ class Connection(HttpToolsProtocol):
         scope[CONNECTION] = self
 
     def takes_chunks(self) -> bool:
-        """The client is there, and reads as fast as it is written to."""
+        """Whether the client is connected and reads as fast as the server writes."""
         return not (self.flow.write_paused or self.transport.is_closing())
 
     def write_chunk(self, content: bytes) -> None:

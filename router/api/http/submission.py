@@ -79,7 +79,7 @@ class Submission:
 
     @property
     def comes_again(self) -> bool:
-        """The client goes on after an event, and the tokens until there are to be computed once more."""
+        """Whether the client resumes after an event id, so that the tokens up to it are computed again."""
         return self.event_ids is not None and bool(self.event_ids.sequences)
 
     def until_there(self, request: GenerationRequest, first: int) -> GenerationRequest | None:
@@ -252,7 +252,7 @@ def taking(
 
 
 def catch_up(encoder: Encoder, received: Iterable[OutputDelta], submission: Submission) -> None:
-    """Brings an encoder to where the client is: what it would say of that is not said again."""
+    """Advances an encoder to the client's position without sending the events that the client has."""
     for delta in received:
         encoder.of(delta)
     encoder.num_events = submission.num_events

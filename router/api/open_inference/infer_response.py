@@ -103,7 +103,7 @@ def streamed(
 
 
 def failed(request_id: str, error: HoldfastError) -> grpc_service_pb2.ModelStreamInferResponse:
-    """The end of a request that failed. The stream goes on: what a status would say is in parameters."""
+    """The last response of a failed request. The stream continues, so the error's status is in parameters."""
     response = grpc_service_pb2.ModelInferResponse(id=request_id)
     response.parameters[FINAL].bool_param = True
     response.parameters["error_code"].string_param = call_status(error).code.name
