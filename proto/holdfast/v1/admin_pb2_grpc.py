@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminServiceStub(object):
-    """AdminService asks for an operator's key; where there are no keys, it answers callers on the router's own machine alone.
+    """AdminService requires an operator's key; without API keys it answers only callers on the router's own machine.
     """
 
     def __init__(self, channel):
@@ -93,11 +93,11 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """AdminService asks for an operator's key; where there are no keys, it answers callers on the router's own machine alone.
+    """AdminService requires an operator's key; without API keys it answers only callers on the router's own machine.
     """
 
     def Drain(self, request, context):
-        """Drain takes a replica out of service: it gets no new requests, and what runs there moves, or finishes.
+        """Drain takes a replica out of service: it gets no new requests, and its running ones move to other replicas or finish.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,7 +111,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """Pause lets new requests of a model wait, or refuses them. Those that run go on.
+        """Pause lets new requests of a model wait, or refuses them. Running requests continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,37 +132,37 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """LoadAdapter serves an adapter under a name of its own, once a replica has loaded it and computed a token with it.
+        """LoadAdapter serves a LoRA adapter under a name of its own, once a replica has loaded it and computed a token with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """UnloadAdapter ends that. Requests that run keep their adapter.
+        """UnloadAdapter stops serving an adapter. Running requests keep it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DumpState(self, request, context):
-        """DumpState tells what this router knows, for a bug report: no keys, no prompts, no outputs.
+        """DumpState returns this router's state for a bug report: no keys, no prompts, no outputs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListClusterModels(self, request, context):
-        """ListClusterModels gives every model of the cluster, those that start or end included.
+        """ListClusterModels returns every model of the cluster, including those that start or end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ChangeModel(self, request, context):
-        """ChangeModel adds, updates, scales or removes a model. It streams progress, and its last message is the result. A
-        client that cancels the call has the change undone, as an interrupted `holdfast models` does. A router makes one
-        change at a time. UNAVAILABLE where the router runs outside a cluster.
+        """ChangeModel adds, updates, scales or removes a model. It streams progress, and its last message is the result.
+        Cancelling the call undoes the change, as interrupting `holdfast models` does. A router makes one change at a time.
+        UNAVAILABLE where the router runs outside a cluster.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -242,7 +242,7 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """AdminService asks for an operator's key; where there are no keys, it answers callers on the router's own machine alone.
+    """AdminService requires an operator's key; without API keys it answers only callers on the router's own machine.
     """
 
     @staticmethod

@@ -71,7 +71,7 @@ class EngineServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetPins(self, request, context):
-        """GetPins asks a replica that leaves which prefixes it has pinned, for another replica to pin them.
+        """GetPins returns the pinned prefixes of a replica that is leaving, for another replica to pin them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
