@@ -17,6 +17,7 @@ import yaml
 import holdfast
 from holdfast.cluster.commands.cli import app
 from holdfast.cluster.config.config import HoldfastConfig
+from holdfast.cluster.config.flags import flag_table
 from holdfast.router.dispatch.policy import HashRing, RoutingSnapshot
 from holdfast.router.dispatch.prefix_index import NO_MATCH, PrefixMatch
 from holdfast.worker.models import families
@@ -55,6 +56,13 @@ def test_the_verbs_of_make_exist():
 @pytest.mark.parametrize("line", sorted(mentions(r"^ +(?:\.venv/bin/)?holdfast (.+)$")))
 def test_the_commands_parse(line):
     app.parse_args(shlex.split(line, comments=True), exit_on_error=False, print_error=False)
+
+
+def test_the_flags_of_serve_beside_those_of_vllm_exist():
+    rows = re.findall(r"^\| `--.*?\| (.*) \|$", TEXT["vllm.md"], re.MULTILINE)
+    named = {flag for row in rows for flag in re.findall(r"`(--[\w-]+)", row)}
+    assert len(rows) >= 10
+    assert named <= {f"--{one.path.rpartition('.')[2]}".replace("_", "-") for one in flag_table().settings}
 
 
 SHOWN = sorted(set(re.findall(r"`holdfast ([^`]+)`", TEXT["troubleshooting.md"])))
