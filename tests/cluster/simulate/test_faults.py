@@ -1,5 +1,6 @@
 """Simulations under faults: every promise is kept, planted bugs are found, and a seed is always the same simulation."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from holdfast.cluster.simulate.world.campaign import run_campaign
 from holdfast.cluster.simulate.world.faults import KINDS
 from holdfast.cluster.simulate.world.scenario import draw_scenario
 from holdfast.cluster.simulate.world.world import Failure, simulate
-from tests.cluster.simulate import planted
+from tests.cluster.simulate import planted_in_replicas, planted_in_routers
 
 FEW_SEEDS = (*range(12), 22)
 """Each kind of fault is in one of them, and a replica that the others condemn."""
@@ -65,6 +66,13 @@ FOUND_BY = {
 }
 """A short simulation that finds each planted bug. Where it no longer does, the others are searched."""
 
+BUGS = {
+    name: bug
+    for module in (planted_in_routers, planted_in_replicas)
+    for name, bug in inspect.getmembers(module, inspect.isfunction)
+    if bug.__module__ == module.__name__
+}
+
 
 def first_failure(seeds: Iterable[int]) -> Failure:
     failure = next((failure for seed in seeds if (failure := simulate(seed).failure) is not None), None)
@@ -115,9 +123,9 @@ def test_five_hundred_more_simulations_keep_every_promise():
     assert [str(failure) for failure in campaign.failures] == []
 
 
-@pytest.mark.parametrize("bug", planted.BUGS)
+@pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found_and_replays_to_the_same_event(bug, monkeypatch):
-    planted.BUGS[bug](monkeypatch)
+    BUGS[bug](monkeypatch)
     found = first_failure([FOUND_BY[bug], *range(NUM_SEEDS)])
     assert not isinstance(found.error, TypeError | AttributeError), "it is the planting that failed"
     again = simulate(found.seed).failure

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from holdfast.cluster.commands.cli import run
-from tests.cluster.simulate import planted
+from tests.cluster.simulate import planted_in_replicas
 
 
 def test_a_campaign_says_what_it_went_through_and_several_cores_go_through_the_same(capsys):
@@ -19,7 +19,7 @@ def test_a_campaign_says_what_it_went_through_and_several_cores_go_through_the_s
 
 
 def test_a_failing_seed_prints_a_command_that_replays_it(monkeypatch, capsys):
-    planted.restart_the_noise(monkeypatch)
+    planted_in_replicas.restart_the_noise(monkeypatch)
     assert run(["simulate", "--seeds", "72:200"]) == 1
     printed = capsys.readouterr().out
     (failure,) = re.findall(r"^seed .*$", printed, re.MULTILINE)

@@ -15,7 +15,7 @@ from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import StepUpdate
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from tests.worker.engine.engines import BLOCK_SIZE, NUM_BLOCKS, TIMEOUT_S, Gate, Recorder, make_engine, make_request
-from tests.worker.engine.test_block_tier import PlayedMover
+from tests.worker.engine.played_tier import PlayedMover
 
 
 class Broken(PseudoRunner):

@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.worker.engine import block_tier
 from holdfast.worker.request import BlockSource, KeptPrefix, PinnedPrefix, Priority
-from tests.worker.engine.test_block_tier import PROMPT, SIZE, Played, bring, finished
+from tests.worker.engine.played_tier import PROMPT, SIZE, Played, bring, finished
 
 THERE = "there:1"
 

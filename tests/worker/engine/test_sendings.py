@@ -8,7 +8,7 @@ from holdfast.worker.engine import sendings as sendings_module
 from holdfast.worker.engine.tier_mover import Place
 from holdfast.worker.request import BlockSource, EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
-from tests.worker.engine.test_block_tier import BLOCK_BYTES, PROMPT, Played, finished
+from tests.worker.engine.played_tier import BLOCK_BYTES, PROMPT, Played, finished
 
 THERE = BlockSource("there:1", 1000)
 

@@ -1,7 +1,6 @@
-"""Bugs that tests plant in the real deciders, to see whether the simulator finds them."""
+"""Bugs that tests plant in the deciders of replicas, to see whether the simulator finds them."""
 
-import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,20 +9,9 @@ import pytest
 
 from holdfast.cluster.simulate.actors import disk as disk_module
 from holdfast.cluster.simulate.actors import transfers as transfers_module
-from holdfast.cluster.simulate.actors.client import SimulatedClient
 from holdfast.cluster.simulate.actors.disk import SimulatedDisk
 from holdfast.cluster.simulate.actors.mover import SimulatedMover
 from holdfast.cluster.simulate.oracle.pseudo_model import PseudoMatcher
-from holdfast.router.dispatch import request_stream as request_stream_module
-from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.replica_state import ReplicaState
-from holdfast.router.dispatch.request_state import RequestState
-from holdfast.router.dispatch.request_stream import RequestStream
-from holdfast.router.dispatch.request_table import RequestTable
-from holdfast.router.events import Action
-from holdfast.router.resume import ResumeRecord, SequenceDelta
-from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.cache import prefix_cache as prefix_cache_module
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.pins import Pins
@@ -42,24 +30,6 @@ from holdfast.worker.scheduler.queues import SequenceQueues
 from holdfast.worker.scheduler.sequence import Sequence
 from holdfast.worker.step_plan import StateCopy
 from holdfast.worker.step_update import StepListener, StepUpdate
-
-
-def drop_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a replica says of an attempt that has ended is taken for news of the request's next attempt."""
-    begin, ended = RequestTable.begin_attempt, dict[tuple[int, Hashable], RequestState]()
-
-    def begin_attempt(self: RequestTable, record: RequestState, *args: Any) -> object:
-        attempt = begin(self, record, *args)
-        ended[id(self), attempt.number] = record
-        return attempt
-
-    def running(self: RequestTable, replica: ReplicaState, attempt: Hashable) -> RequestState | None:
-        record = ended.get((id(self), attempt))
-        is_open = record is not None and self.get(record.request_id) is record and record.attempt is not None
-        return record if is_open else None
-
-    monkeypatch.setattr(RequestTable, "begin_attempt", begin_attempt)
-    monkeypatch.setattr(RequestTable, "running", running)
 
 
 def reuse_a_freed_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,20 +56,6 @@ def hand_out_a_block_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         return [before[0], *block_ids[1:]] if before and len(block_ids) > 2 else block_ids
 
     monkeypatch.setattr(BlockAllocator, "allocate", allocate_twice)
-
-
-def forget_the_stop_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On failover the text state starts anew after the tokens so far, without what it had held back."""
-    continuation = RequestState.continuation
-
-    def forgetful(self: RequestState, *args: Any) -> object:
-        if self.output_token_ids:
-            assert isinstance(self.text, TextStream)
-            if self.text._matcher is not None:
-                self.text._matcher._held = ""
-        return continuation(self, *args)
-
-    monkeypatch.setattr(RequestState, "continuation", forgetful)
 
 
 def restart_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,30 +89,6 @@ def believe_a_wrong_draft(monkeypatch: pytest.MonkeyPatch) -> None:
 
     confirmed = sequence_module.confirmed
     monkeypatch.setattr(sequence_module, "confirmed", believed)
-
-
-def forget_that_a_completion_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that resumes does not say which of its completions have ended."""
-
-    def forgetful(self: SimulatedClient) -> ResumeRecord | None:
-        record = resume(self)
-        for sequence in () if record is None else record.sequences:
-            sequence.finish_reason = None
-        return record
-
-    resume = SimulatedClient._resume
-    monkeypatch.setattr(SimulatedClient, "_resume", forgetful)
-
-
-def count_one_character_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client's record counts one character less of each piece."""
-
-    def shorter(self: ResumeRecord, delta: SequenceDelta) -> bool:
-        is_end = delta.finish_reason is not None
-        return merge(self, delta if is_end else delta._replace(text_length=max(0, delta.text_length - 1)))
-
-    merge = ResumeRecord.merge
-    monkeypatch.setattr(ResumeRecord, "merge", shorter)
 
 
 def forget_the_grammar_at_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,73 +135,6 @@ def drop_the_logprobs_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 def skip_what_is_to_be_rated(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cached prefix is not computed, though its logprobs are asked for."""
     monkeypatch.setattr(Sequence, "num_skippable_tokens", property(lambda self: len(self.token_ids) - 1))
-
-
-def let_a_straggler_win(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two submissions of a request, the one that comes later goes on, also if its client sent it first."""
-    supersede = Dispatch.supersede
-    monkeypatch.setattr(
-        Dispatch, "supersede", lambda self, request_id, attempt, now: supersede(self, request_id, 10**6, now)
-    )
-
-
-def forget_what_a_sibling_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The usage of a request with several completions is that of the one which ended last."""
-    monkeypatch.setattr(request_stream_module, "together", lambda usages, share_prompt: usages[-1])
-
-
-def leave_siblings_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a request's last completion finds no room, those that were opened before it go on for nobody."""
-
-    open_all = RequestStream.open
-
-    def forgetful(self: RequestStream, *args: Any, **named: Any) -> None:
-        close, self.close = self.close, lambda: None
-        open_all(self, *args, **named)
-        self.close = close
-
-    monkeypatch.setattr(RequestStream, "open", forgetful)
-
-
-def leave_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A timer that rings too early to find anything due is not set again."""
-
-    def tick(self: DispatchHost) -> None:
-        self._timer, self._timer_due = None, math.inf
-        actions = self.dispatch.tick(self.now())
-        if actions:
-            self.perform(actions)
-
-    monkeypatch.setattr(DispatchHost, "_tick", tick)
-
-
-def keep_the_later_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deadline that is due before those that are open is not waited for."""
-    set_timer = DispatchHost._set_timer
-
-    def set_once(self: DispatchHost) -> None:
-        if self._timer is None:
-            set_timer(self)
-
-    monkeypatch.setattr(DispatchHost, "_set_timer", set_once)
-
-
-def break_under_a_storm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What meets an alarm that is as good as due fails, and is dealt with as a fault of the router."""
-    set_timer = DispatchHost._set_timer
-
-    def fail_if_near(self: DispatchHost) -> None:
-        due = self.dispatch.next_tick
-        if due is not None and 0 < due - self.now() < 0.0005:
-            raise RuntimeError("a handle without a time")
-        set_timer(self)
-
-    monkeypatch.setattr(DispatchHost, "_set_timer", fail_if_near)
-
-
-def lose_what_a_slow_reader_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what came since a reader last looked, it gets the newest."""
-    monkeypatch.setattr(request_stream_module, "merged", lambda deltas: deltas[-1])
 
 
 def forget_tokens_beside_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,21 +185,6 @@ def serve_those_who_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
         self._output_queues.pop(listener, None)
 
     monkeypatch.setattr(EngineCore, "detach", detach)
-
-
-def go_on_at_any_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request with output that has lost its replica goes on wherever there is room."""
-    monkeypatch.setattr(RequestState, "version", "")
-
-
-def refuse_who_waits_for_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a model has no replica, its requests are refused as if all replicas were busy."""
-
-    def fail_late(self: Dispatch, now: float) -> list[Action]:
-        late = iter(lambda: self._queue.pop_late(now), None)
-        return [action for state in late for action in self._endings.fail(state, self._queue.too_late(state))]
-
-    monkeypatch.setattr(Dispatch, "_fail_late", fail_late)
 
 
 def hash_without_the_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,50 +279,3 @@ def give_back_the_memory_of_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
 def forget_what_a_state_weighs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A waiting sequence is admitted without a look at the blocks in whose place its state will be."""
     monkeypatch.setattr(SequenceQueues, "num_promised_blocks", lambda queues, num_tokens: 0)
-
-
-BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    bug.__name__: bug
-    for bug in (
-        hash_without_the_tenant,
-        trust_the_disk,
-        trust_transfers,
-        take_blocks_of_any_prefix,
-        store_without_the_version,
-        let_pins_leak,
-        pin_for_nobody,
-        give_back_what_a_window_sees,
-        leave_the_state_of_a_fork,
-        keep_states_a_step_late,
-        give_back_the_memory_of_snapshots,
-        forget_what_a_state_weighs,
-        drop_the_fence,
-        reuse_a_freed_block,
-        hand_out_a_block_twice,
-        forget_the_stop_buffer,
-        restart_the_noise,
-        fork_without_a_copy,
-        believe_a_wrong_draft,
-        forget_that_a_completion_is_over,
-        count_one_character_less,
-        forget_the_grammar_at_a_replay,
-        keep_drafts_in_the_grammar,
-        count_from_the_failover_on,
-        drop_the_logprobs_of_drafts,
-        skip_what_is_to_be_rated,
-        let_a_straggler_win,
-        forget_what_a_sibling_cost,
-        leave_siblings_open,
-        leave_the_timer,
-        keep_the_later_alarm,
-        break_under_a_storm,
-        lose_what_a_slow_reader_missed,
-        forget_tokens_beside_a_rejection,
-        tell_tokens_twice,
-        keep_it_from_the_late,
-        keep_a_refusal_to_itself,
-        serve_those_who_have_left,
-        go_on_at_any_version,
-        refuse_who_waits_for_a_replica,
-    )
-}

@@ -1,0 +1,108 @@
+"""Blocks of a store that are kept for a time: they outlive others, within the share of their tenant."""
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.worker.cache import block_index, block_store
+from holdfast.worker.cache.block_store import BlockStore
+from holdfast.worker.cache.sealing import KeySealer, Sealer
+from tests.worker.cache.stores import KEYS, MAX_BYTES, Clock, found, name_of, put
+
+SIZE = 100_000
+
+
+def keeping(folder: Path, clock: Clock, share: float = 0.25, key: bytes | None = None) -> BlockStore:
+    sealer = Sealer() if key is None else KeySealer(key)
+    return BlockStore(folder, MAX_BYTES, b"kind", sealer, clock=clock, kept_share=share)
+
+
+def names_of(numbers) -> list[bytes]:
+    return [name_of(number) for number in numbers]
+
+
+def flood(store: BlockStore, begin: int = 10_000) -> None:
+    """Others, twice as many as there is room for."""
+    for number in range(begin, begin + 320, 10):
+        put(store, range(number, number + 10), SIZE)
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+def test_kept_blocks_outlive_others_that_were_used_later_and_no_longer_than_was_asked(tmp_path, key):
+    clock = Clock()
+    store = keeping(tmp_path, clock, key=key)
+    store.keep(names_of(range(0, 30, 3)), "gold", 300)  # scattered among others, and not stored yet
+    put(store, range(30), SIZE)
+    flood(store)
+    assert found(store, range(30), SIZE) == set(range(0, 30, 3))
+    store.close()
+    again = keeping(tmp_path, clock, key=key)
+    came, _ = again.news()
+    assert set(names_of(range(0, 30, 3))) <= set(came)
+    flood(again, 20_000)
+    assert found(again, range(30), SIZE) == set(range(0, 30, 3)), "after a restart as well"
+    assert again.num_bytes <= MAX_BYTES
+    clock.now += 301
+    flood(again, 30_000)
+    assert found(again, range(30), SIZE) == set()
+
+
+def test_another_process_finds_what_was_moved_and_is_not_told_that_it_went(tmp_path):
+    clock = Clock()
+    store, other = keeping(tmp_path, clock), keeping(tmp_path, clock)
+    put(store, range(10), SIZE)
+    store.keep(names_of(range(4)), "gold", 300)
+    other.news()
+    flood(store)
+    came, gone = other.news()
+    assert not set(names_of(range(4))) & {*came, *gone}
+    assert set(names_of(range(4, 10))) <= set(gone)
+    assert found(other, range(10), SIZE) == set(range(4))
+
+
+def test_a_tenant_keeps_its_share_and_the_oldest_give_way(tmp_path):
+    clock = Clock()
+    store = keeping(tmp_path, clock, share=0.1)  # 16 blocks
+    for number in (0, 100, 200):
+        put(store, range(number, number + 8), SIZE)
+        store.keep(names_of(range(number, number + 8)), "gold", 300)
+    put(store, range(500, 504), SIZE)
+    store.keep(names_of(range(500, 504)), "free", 300)
+    store.keep(names_of(range(8)), "gold", 1)  # renewed, and not shortened
+    clock.now += 2
+    flood(store)
+    assert found(store, range(8), SIZE) == set(range(8))
+    assert found(store, range(100, 108), SIZE) == set()
+    assert found(store, range(200, 208), SIZE) == set(range(200, 208))
+    assert found(store, range(500, 504), SIZE) == set(range(500, 504))
+
+
+def test_where_nearly_all_is_kept_the_oldest_go_as_without(tmp_path):
+    store = keeping(tmp_path, Clock(), share=1.0)
+    for number in range(0, 400, 10):
+        put(store, range(number, number + 10), SIZE)
+        store.keep(names_of(range(number, number + 10)), "gold", 300)
+    assert store.num_bytes <= MAX_BYTES
+    assert set(range(390, 400)) <= found(store, range(400), SIZE)
+
+
+def test_a_disk_that_fails_while_kept_blocks_are_moved_loses_them_alone(tmp_path, monkeypatch):
+    store = keeping(tmp_path, Clock())
+    put(store, range(10), SIZE)
+    store.keep(names_of(range(4)), "gold", 300)
+    monkeypatch.setattr(block_store.os, "pread", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    flood(store)
+    monkeypatch.undo()
+    assert found(store, range(10), SIZE) == set()
+    assert set(range(10_310, 10_320)) <= found(store, range(10_310, 10_320), SIZE)
+
+
+def test_planted_a_pin_that_leaks_keeps_its_blocks_for_ever(tmp_path, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(block_index.KeptNames, "end", lambda self: None)
+    store = keeping(tmp_path, clock)
+    put(store, range(4), SIZE)
+    store.keep(names_of(range(4)), "gold", 300)
+    clock.now += 301
+    flood(store)
+    assert found(store, range(4), SIZE) == set(range(4)), "what the first test would not let pass"
