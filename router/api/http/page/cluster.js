@@ -18,7 +18,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     if (document.hidden || !at("cluster").open) return;
     try {
       const answer = await fetch("/cluster", { headers: authorization() });
-      if (!answer.ok) return told(answer.status === 401 ? "The cluster is shown to an operator's key." : denied(answer));
+      if (!answer.ok) return told(answer.status === 401 ? "The cluster view needs an operator key." : denied(answer));
       show(await answer.json());
     } catch (error) {
       told("The router does not answer.");
@@ -27,7 +27,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
 
   const authorization = () => (key() ? { authorization: `Bearer ${key()}` } : {});
 
-  const denied = (answer) => (answer.status === 403 ? "This key is not an operator's." : `The server answered ${answer.status}.`);
+  const denied = (answer) => (answer.status === 403 ? "This key is not an operator key." : `The server answered ${answer.status}.`);
 
   function told(text) {
     at("state").textContent = text;

@@ -93,7 +93,7 @@ class Answer {
       mark.setAttribute("role", "note");
       mark.title = `${this.replica} was lost or left; ${replica} has continued with the same tokens`;
       this.content.append(mark);
-      say(`The answer goes on at replica ${shortName(replica)}.`);
+      say(`The answer continues on replica ${shortName(replica)}.`);
     }
     this.replica = replica;
     this.part = made("span", "part");
@@ -165,7 +165,7 @@ async function ask() {
     key: key(),
     signal: running.signal,
     onLost: () => (answer.message.classList.add("lost"), say("The connection to the router is lost; trying again.")),
-    onBack: () => (answer.message.classList.remove("lost"), say("Connected again; the answer goes on.")),
+    onBack: () => (answer.message.classList.remove("lost"), say("Connected again; the answer continues.")),
   };
   try {
     for await (const delivery of heldStream("/v1/chat/completions", asked, options)) answer.take(delivery);
@@ -247,12 +247,12 @@ async function loadModels() {
   const headers = key() ? { authorization: `Bearer ${key()}` } : {};
   try {
     const answer = await fetch("/v1/models", { headers });
-    if (answer.status === 401) return say("This server wants an API key: fill it in above.");
+    if (answer.status === 401) return say("This server requires an API key: enter it above.");
     const names = (await answer.json()).data.map((one) => one.id);
     if (names.join() === [...at("model").options].map((one) => one.value).join()) return;
     at("model").replaceChildren(...names.map((name) => new Option(name, name)));
   } catch (error) {
-    say("The models cannot be asked for; is the router up?");
+    say("The models cannot be listed; is the router up?");
   }
 }
 
