@@ -21,6 +21,30 @@ from holdfast.worker.value_types import checked_prompt, checked_seconds, checked
 
 
 @dataclass(frozen=True, slots=True)
+class ListLimit:
+    """Limits of a sampling parameter with several elements, by the names of their settings in `LimitsConfig`."""
+
+    count: str
+    """Maximum number of elements."""
+    length: str = ""
+    """Maximum characters of an element that is text."""
+
+    @property
+    def elements(self) -> str:
+        return self.count.removeprefix("max_").replace("_", " ")
+
+
+LIST_LIMITS: Final[Mapping[str, ListLimit]] = {
+    "stop": ListLimit("max_stop_strings", "max_stop_string_length"),
+    "bad_words": ListLimit("max_bad_words", "max_bad_word_length"),
+    "logit_bias": ListLimit("max_logit_bias"),
+    "stop_token_ids": ListLimit("max_stop_token_ids"),
+    "allowed_token_ids": ListLimit("max_allowed_token_ids"),
+}
+"""Limits by parameter. The static bounds of messages and of JSON bodies follow from them."""
+
+
+@dataclass(frozen=True, slots=True)
 class FieldNames:
     """Client's names by fields of a request. A name ends with `.` where it is a prefix; else it is a field with all
     that is in it. `[]` is any element of a list, and the same one in the client's name. The longest that fits counts.
@@ -177,23 +201,15 @@ class GenerationRequest(Service):
 
     def _check_params(self, limits: LimitsConfig) -> None:
         params = self.sampling_params
-        for name, given, most in (
-            ("stop", params.stop_strings, limits.max_stop_strings),
-            ("bad_words", params.bad_words, limits.max_bad_words),
-            ("logit_bias", params.logit_bias, limits.max_logit_bias),
-            ("stop_token_ids", params.stop_token_ids, limits.max_stop_token_ids),
-            ("allowed_token_ids", params.allowed_token_ids or (), limits.max_allowed_token_ids),
-        ):
-            if len(given) > most:
-                raise _too_many(name, most)
-        for name, what, longest in (
-            ("stop", "stop strings", limits.max_stop_string_length),
-            ("bad_words", "bad words", limits.max_bad_word_length),
-        ):
-            for text in getattr(params, name):
-                if len(text) > longest:
-                    limit = f"{what} must have at most {longest} characters"
-                    raise InvalidRequestError(f"{FIELD}.{name}", getattr(params, name), limit)
+        lists = [(name, getattr(params, name), limit) for name, limit in LIST_LIMITS.items()]
+        for name, given, limit_of in lists:
+            if given and len(given) > (most := getattr(limits, limit_of.count)):  # as a message's bounds say it, too
+                limit = f"must have at most {most} elements (limits.{limit_of.count}), not {most + 1} or more"
+                raise InvalidRequestError(f"{FIELD}.{name}", most + 1, limit)
+        for name, given, limit_of in lists:
+            if given and limit_of.length and max(map(len, given)) > (longest := getattr(limits, limit_of.length)):
+                limit = f"{limit_of.elements} must have at most {longest} characters"
+                raise InvalidRequestError(f"{FIELD}.{name}", given, limit)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > limits.max_logprobs:
                 limit = f"must be in [0, {limits.max_logprobs}] (limits.max_logprobs)"
@@ -223,13 +239,6 @@ class GenerationRequest(Service):
         if params.num_sequences > params.n:
             limit = f"more than n, {params.n}, cannot be streamed: which are chosen is known at the end; call Generate"
             raise InvalidRequestError("sampling_params.best_of", params.best_of, limit)
-
-
-def _too_many(name: str, most: int) -> InvalidRequestError:
-    """Same error as that of the bounds check before a message is parsed, which stops counting beyond the limit."""
-    setting = "max_stop_strings" if name == "stop" else f"max_{name}"
-    limit = f"must have at most {most} elements (limits.{setting}), not {most + 1} or more"
-    return InvalidRequestError(f"{FIELD}.{name}", most + 1, limit)
 
 
 def check_text(text: str, limits: LimitsConfig, field: str = "text") -> None:

@@ -43,7 +43,7 @@ NOT_OURS = (
     "router/api/http/responses_body.py",
     "worker/wire/link_requests.py",
     "router/wire/bounds.py",
-    "router/api/http/request_reader.py",
+    "router/request.py",
 )
 """A model's own numbers (`top_k` experts), protocols of others, which get a parameter when their authors say so, and
 the bounds of what can grow: a field without one is found when a server starts, and by a test that names it."""

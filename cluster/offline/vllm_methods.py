@@ -10,7 +10,6 @@ from typing import Final, NoReturn
 
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
-from holdfast.worker.parameters import Group
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.step_update import EngineStats
 
@@ -148,8 +147,7 @@ def default_params(folder: Path, source: str, overrides: Mapping[str, object]) -
     """
     wanted = dict[str, object]() if source == "vllm" else _read(folder if source == "auto" else Path(source))
     wanted |= overrides
-    drawn_by = [name for name, parameter in PARAMETERS.items() if parameter.metadata.group is Group.SAMPLING]
-    given = {name: wanted[name] for name in drawn_by if wanted.get(name) is not None}
+    given = PARAMETERS.drawn_by(wanted)
     if wanted.get(_MAX_TOKENS) is not None:
         given["max_tokens"] = wanted[_MAX_TOKENS]
     return SamplingParams(**given)  # type: ignore[arg-type]  # they are checked there

@@ -158,21 +158,3 @@ def resolved(params: SamplingParams, seed_key: str, facts: ModelInfo) -> Samplin
     if (seed, max_tokens, top_k) == (params.seed, params.max_tokens, params.top_k):
         return params
     return params.with_valid(seed=seed, max_tokens=max_tokens, top_k=top_k)
-
-
-def bad_word_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each word at the start of a text and after a space, without repeats.
-
-    Only these spellings are banned: a model may still compose a word of other tokens. Raises `InvalidRequestError` for
-    a word that has no tokens.
-    """
-    spellings: dict[tuple[int, ...], None] = {}
-    for word in words:
-        for text in (word.lstrip(), " " + word.lstrip()):
-            token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-            if not token_ids:
-                raise InvalidRequestError(
-                    "sampling_params.bad_words", word, "the model's tokenizer has no tokens for it"
-                )
-            spellings[token_ids] = None
-    return tuple(spellings)

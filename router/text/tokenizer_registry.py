@@ -16,7 +16,6 @@ from holdfast.router.request import GenerationRequest, check_text
 from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, chat_text, mark_places, template_traits
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.prompt import (
-    bad_word_token_ids,
     check_encoded,
     check_length,
     check_prompt_logprobs,
@@ -28,7 +27,7 @@ from holdfast.router.text.prompt import (
     with_counted_logprobs,
 )
 from holdfast.router.text.tokenizer import Tokenizer, TooManyTokensError
-from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 from holdfast.worker.process_memory import give_back
 from holdfast.worker.request import EngineRequest, KeptPrefix
 from holdfast.worker.sampling_params import ALL_LOGPROBS
@@ -255,3 +254,21 @@ def _probe_templates(tokenizer: Tokenizer) -> None:
     for template in tokenizer.chat_templates.values():
         with suppress(ConfigurationError):
             template_traits(template, tokenizer.special_tokens)
+
+
+def bad_word_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The token ids of each word at the start of a text and after a space, without repeats.
+
+    Only these spellings are banned: a model may still compose a word of other tokens. Raises `InvalidRequestError` for
+    a word that has no tokens.
+    """
+    spellings: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if not token_ids:
+                raise InvalidRequestError(
+                    "sampling_params.bad_words", word, "the model's tokenizer has no tokens for it"
+                )
+            spellings[token_ids] = None
+    return tuple(spellings)

@@ -7,6 +7,7 @@ message_bounds.py`). A field that can grow and is not here fails a test, and the
 from typing import Final
 
 from holdfast.router.config import LimitsConfig
+from holdfast.router.request import LIST_LIMITS
 from holdfast.v1 import inference_pb2
 from holdfast.worker.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from holdfast.worker.wire.bound import Bound
@@ -76,14 +77,8 @@ def _inference(limits: LimitsConfig) -> Bounds:
         },
         "holdfast.v1.SequenceProgress": {"token_ids": tokens},
         "holdfast.v1.SamplingParams": {
-            **_sampling(limits),
+            **{name: _of_list(name, limits) for name in LIST_LIMITS},
             "logprob_token_ids": Bound(count=MAX_LOGPROB_TOKEN_IDS),
-            "allowed_token_ids": Bound(count=limits.max_allowed_token_ids, setting="limits.max_allowed_token_ids"),
-            "bad_words": Bound(
-                count=limits.max_bad_words,
-                size=_UTF8 * limits.max_bad_words * limits.max_bad_word_length,
-                setting="limits.max_bad_words",
-            ),
         },
         "holdfast.v1.StructuredOutputs": dict.fromkeys(("json", "regex", "grammar"), grammar),
         "holdfast.v1.Choice": {"texts": Bound(count=limits.max_choices, size=grammar.size, setting=grammar.setting)},
@@ -93,17 +88,13 @@ def _inference(limits: LimitsConfig) -> Bounds:
     }
 
 
-def _sampling(limits: LimitsConfig) -> dict[str, Bound]:
-    """Bounds of fields that two protocols call by the same names."""
-    return {
-        "stop": Bound(
-            count=limits.max_stop_strings,
-            size=_UTF8 * limits.max_stop_strings * limits.max_stop_string_length,
-            setting="limits.max_stop_strings",
-        ),
-        "stop_token_ids": Bound(count=limits.max_stop_token_ids, setting="limits.max_stop_token_ids"),
-        "logit_bias": Bound(count=limits.max_logit_bias, setting="limits.max_logit_bias"),
-    }
+def _of_list(parameter: str, limits: LimitsConfig) -> Bound:
+    """Bound of a sampling parameter with several elements."""
+    limit = LIST_LIMITS[parameter]
+    count, setting = getattr(limits, limit.count), f"limits.{limit.count}"
+    if not limit.length:
+        return Bound(count=count, setting=setting)
+    return Bound(count=count, size=_UTF8 * count * getattr(limits, limit.length), setting=setting)
 
 
 def _open_inference(limits: LimitsConfig) -> Bounds:
@@ -157,7 +148,7 @@ def _vllm_engine(limits: LimitsConfig) -> Bounds:
             "input_ids": own["holdfast.v1.TokenIds"]["ids"],
         },
         "vllm.grpc.engine.SamplingParams": {
-            **_sampling(limits),
+            **{name: _of_list(name, limits) for name in ("stop", "stop_token_ids", "logit_bias")},
             **dict.fromkeys(("json_schema", "regex", "grammar", "structural_tag"), grammar),
         },
         "vllm.grpc.engine.ChoiceConstraint": {"choices": own["holdfast.v1.Choice"]["texts"]},

@@ -16,8 +16,8 @@ import pytest
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.router.text.grammar import GrammarCompiler
-from holdfast.router.text.prompt import bad_word_token_ids
 from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.text.tokenizer_registry import bad_word_token_ids
 from holdfast.worker.config import (
     CacheConfig,
     ModelConfig,

@@ -25,24 +25,23 @@ class StateSlots:
         self,
         num_slots: int,
         blocks: BlockAllocator,
-        *,
         blocks_per_slot: int = 0,
-        prefix_caching: bool,
+        *,
         max_num_pins: int = 0,
     ) -> None:
-        """`blocks_per_slot`: blocks of keys and values that a slot takes the place of; 0: slots have memory of their
-        own. `max_num_pins`: snapshots that a tenant may have pinned.
+        """Keeps snapshots where `blocks` have a prefix cache. `blocks_per_slot`: blocks of keys and values that a slot
+        takes the place of; 0: slots have memory of their own. `max_num_pins`: snapshots that a tenant may have pinned.
         """
+        self.keeps_snapshots = blocks.prefix_cache.enabled
         self._allocator = BlockAllocator(
             num_slots,
             blocks.block_size,
-            prefix_caching=prefix_caching,
+            prefix_caching=self.keeps_snapshots,
             max_num_pins=max_num_pins,
             clock=blocks.clock,
         )
         self._cache = self._allocator.prefix_cache
         self._copies: list[StateCopy] = []
-        self.keeps_snapshots = prefix_caching
         self.blocks_per_slot = blocks_per_slot
         self._blocks = blocks
         self._lent: dict[int, list[int]] = {}  # by slot, the blocks that it takes the place of

@@ -102,7 +102,8 @@ class EngineCore:
         output_queue = self._output_queues.get(listener)
         if output_queue is not None:
             # Earlier events that have not been taken follow, and agree with this on each block.
-            blocks, states = self.scheduler.prefix_cache.block_hashes, self.scheduler.snapshot_hashes
+            allocator, slots = self.scheduler.caches
+            blocks, states = allocator.prefix_cache.block_hashes, () if slots is None else slots.snapshot_hashes
             if self.tier is not None and self.tier.has_store:
                 blocks, states = (*blocks, *self.tier.block_hashes), (*states, *self.tier.snapshot_hashes)
             output_queue.cache = self._feeds[listener] = CacheFeed(blocks, states)

@@ -6,10 +6,9 @@ safe at any point of it. Where the device runs a step while the host plans the n
 """
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import replace
 from itertools import repeat
-from typing import Any
 
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.state_slots import StateSlots
@@ -19,13 +18,7 @@ from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.model_info import Window, most_tokens
 from holdfast.worker.pooling import PoolingKind
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta
-from holdfast.worker.scheduler.acceptance import (
-    DeadlineWatch,
-    DroppedRequest,
-    DropReason,
-    check_can_end,
-    check_fits,
-)
+from holdfast.worker.scheduler.acceptance import DeadlineWatch, DroppedRequest, DropReason, check_can_end, check_fits
 from holdfast.worker.scheduler.batching import POLICIES, MakePolicy, Share, StepLimits
 from holdfast.worker.scheduler.kept_prefixes import Pinning
 from holdfast.worker.scheduler.planned_step import NOBODY, DecodeBatch, ShareCommit, StepInFlight, scheduled_sequence
@@ -66,19 +59,14 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         self._pooling = pooling
-        self._drafter = drafter if drafter is not None and drafter.num_speculative_tokens else None
+        num_drafts = 0 if drafter is None else drafter.num_speculative_tokens
+        self._drafter = drafter if num_drafts else None
         most = int(config.pinned_share * num_blocks)
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching, max_num_pins=most)
         self._slots: StateSlots | None = None
         if num_state_slots:
             most = math.ceil(config.pinned_share * num_state_slots)
-            self._slots = StateSlots(
-                num_state_slots,
-                self._allocator,
-                blocks_per_slot=state_blocks,
-                prefix_caching=prefix_caching,
-                max_num_pins=most,
-            )
+            self._slots = StateSlots(num_state_slots, self._allocator, state_blocks, max_num_pins=most)
         windows = None if window is None else WindowBlocks(self._allocator, window)
         self._most_tokens = most_tokens(num_blocks - state_blocks, block_size, window)
         self._queues = SequenceQueues(
@@ -98,9 +86,7 @@ class Scheduler:
         """Counts, in place: by the scheduler, and by the engine whose scheduler it is."""
         self.dropped: list[DroppedRequest] = []
         """Requests that have been dropped since `take_dropped`, to be rejected. To be read only."""
-        self.policy = (make_policy or POLICIES[config.policy])(
-            StepLimits.of(config, drafter.num_speculative_tokens if drafter is not None else 0)
-        )
+        self.policy = (make_policy or POLICIES[config.policy])(StepLimits.of(config, num_drafts))
         """Batching policy. Its `limits` are those of the next plan, and may be replaced between two plans."""
         self.adapter_slots: dict[str, int] = {}
         """Slots of resident adapters, by digest; requests with others are not added."""
@@ -200,10 +186,10 @@ class Scheduler:
         assert len(self._in_flight) == 1, "one plan is in flight, and one is ahead of it"
         self._let_time_pass(now)
         (step,) = self._in_flight
-        if not self._sequences or self._drafter is not None or self._slots is not None:
-            return None  # with slots: states are copied as the last step has left them
-        if self._queues.windows is not None:
-            return None  # what a step has passed is given back once it has landed
+        if not self._sequences or self._drafter is not None:
+            return None
+        if self._slots is not None or self._queues.windows is not None:
+            return None  # states are copied, and what a step has passed is given back, once it has landed
         step.foresee(self._queues)
         self._decode_batch.foresee()
         if step.holds_up_too_many:
@@ -226,8 +212,14 @@ class Scheduler:
         members, num_rows = step.sequences, len(plan.decodes.token_ids)
         num_planned = num_rows + len(plan.others)
         assert len(members) == num_planned == len(result.token_ids), "a result has tokens for all sequences"
-        deltas = self._commit_rows(step, result) if num_rows else []
-        if not num_rows and step.rows.sequences:  # they were computed with drafts
+        deltas: list[TokenDelta] = []
+        if num_rows:
+            deltas, broken = self._decode_batch.commit(
+                step.rows, result.token_ids, result.logprobs, was_foreseen=step.is_foreseen
+            )
+            for sequence in broken:
+                self._drop_broken(sequence)
+        elif step.rows.sequences:  # they were computed with drafts
             self._decode_batch.forget()
         if plan.others:
             deltas += self._share_commit.take(
@@ -255,11 +247,6 @@ class Scheduler:
     def pinning(self) -> Pinning:
         """Prefixes that are pinned."""
         return self._queues.pinning
-
-    @property
-    def snapshot_hashes(self) -> Iterable[bytes]:
-        """The hashes of the blocks behind which there is a snapshot of the state."""
-        return () if self._slots is None else self._slots.snapshot_hashes
 
     def running_requests(self) -> dict[int, EngineRequest]:
         """The requests that run, by the ids that their sequences have in plans."""
@@ -291,8 +278,7 @@ class Scheduler:
 
     def can_preempt(self, priority: Priority) -> bool:
         """Whether a sequence of a worse class runs, which a request of this one may preempt."""
-        running = self._queues.running
-        return bool(running) and running[-1].service_class > priority
+        return any(sequence.service_class > priority for sequence in self._queues.running[-1:])
 
     def load(self) -> EngineLoad:
         """The load of this replica now."""
@@ -308,8 +294,7 @@ class Scheduler:
         """The counts and the levels of now, exact between two steps; later ones do not change it. O(running
         sequences).
         """
-        load = self.load()
-        of_slots: dict[str, Any] = {} if self._slots is None else dict(self._slots.stats())
+        load, of_slots = self.load(), {} if self._slots is None else self._slots.stats()
         return replace(
             self.counts,
             step_counts=tuple(self.counts.step_counts),
@@ -323,7 +308,7 @@ class Scheduler:
             num_total_blocks=load.num_total_blocks,
             num_wasted_slots=self._queues.num_wasted_slots(),
             num_evictions=self.prefix_cache.num_evictions,
-            **of_slots,
+            **of_slots,  # type: ignore[arg-type]
         )
 
     def check_integrity(self) -> None:
@@ -373,15 +358,6 @@ class Scheduler:
         self._in_flight.append(StepInFlight(plan, in_rows, sequences))
         self._queues.take_off(sequences)
         return plan
-
-    def _commit_rows(self, step: StepInFlight, result: StepResult) -> list[TokenDelta]:
-        """Takes in what a step made of its rows."""
-        deltas, broken = self._decode_batch.commit(
-            step.rows, result.token_ids, result.logprobs, was_foreseen=step.is_foreseen
-        )
-        for sequence in broken:
-            self._drop_broken(sequence)
-        return deltas
 
     def _let_time_pass(self, now: float) -> None:
         """Classes improve with waiting, and requests whose time is up are dropped."""

@@ -43,47 +43,13 @@ class Sequence:
     """The same for all: a preempted sequence keeps its place among those of its tenant."""
 
     __slots__ = (
-        "_looks_back",
-        "_outputs",
-        "adapter_slot",
-        "attempt",
-        "awaits_result",
-        "block_ids",
-        "cuts",
-        "deadline_s",
-        "due_s",
-        "has_dead_end",
-        "hash_chain",
-        "is_broken",
-        "is_pending",
-        "logits_settings",
-        "max_len",
-        "num_accepted_tokens",
-        "num_admitted_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_discarded_tokens",
-        "num_disk_tokens",
-        "num_draft_tokens",
-        "num_prompt_tokens",
-        "num_rolling_blocks",
-        "pool_rows",
-        "pooled",
-        "prompt_logprobs",
-        "queued_s",
-        "request",
-        "sequence_id",
-        "service_class",
-        "state_slot",
-        "status",
-        "stop_token_ids",
-        "tenant",
-        "to_pin",
-        "token_ids",
-        "urgency",
-        "waited_s",
-        "waits_since_s",
-        "window",
+        *("_looks_back", "_outputs", "adapter_slot", "attempt", "awaits_result", "block_ids", "cuts", "deadline_s"),
+        *("due_s", "has_dead_end", "hash_chain", "is_broken", "is_pending", "logits_settings", "max_len"),
+        *("num_accepted_tokens", "num_admitted_tokens", "num_cached_tokens", "num_computed_tokens"),
+        *("num_discarded_tokens", "num_disk_tokens", "num_draft_tokens", "num_prompt_tokens", "num_rolling_blocks"),
+        *("pool_rows", "pooled", "prompt_logprobs", "queued_s", "request", "sequence_id", "service_class"),
+        *("state_slot", "status", "stop_token_ids", "tenant", "to_pin", "token_ids", "urgency", "waited_s"),
+        *("waits_since_s", "window"),
     )
 
     def __init__(
@@ -130,6 +96,26 @@ class Sequence:
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         """Prompt and output."""
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        self._begin_memory(adapter_slot)
+        self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
+        """Maximum length, prompt included."""
+        self.stop_token_ids = request.stop_token_ids(eos_token_ids)
+        self.logits_settings = LogitsSettings.of(request, eos_token_ids)
+        """Settings of its logits processors; None: it needs none."""
+        self._looks_back = self.logits_settings is not None and self.logits_settings.look_back
+        self._outputs = array("q")  # of `token_ids`, where draws look back at them: those of the last draw
+        asks = params.prompt_logprobs is not None and not request.output_token_ids
+        self.pool_rows: range | None = None
+        """Positions whose states are pooled, of a pooling request (`prompt_outputs.py`); None: it draws an output."""
+        self.pooled = b""
+        """Sums over those that are computed, float64."""
+        self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
+        """Log-probabilities from the prompt's second token on, reported with the first output token; None: not
+        requested, or reported."""
+
+    def _begin_memory(self, adapter_slot: int) -> None:
+        """Nothing is computed, and no memory taken but the slot of an adapter."""
+        request = self.request
         self.num_computed_tokens = 0
         """Tokens whose keys and values are in the blocks."""
         self.num_discarded_tokens = 0
@@ -159,21 +145,6 @@ class Sequence:
         self.to_pin = request.kept_prefixes if request.cache_ttl_s or request.cache_marks else ()
         """Prefixes, the shortest first, whose blocks are to be pinned once they are computed; those that are pinned are
         taken out."""
-        self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        """Maximum length, prompt included."""
-        self.stop_token_ids = request.stop_token_ids(eos_token_ids)
-        self.logits_settings = LogitsSettings.of(request, eos_token_ids)
-        """Settings of its logits processors; None: it needs none."""
-        self._looks_back = self.logits_settings is not None and self.logits_settings.look_back
-        self._outputs = array("q")  # of `token_ids`, where draws look back at them: those of the last draw
-        asks = params.prompt_logprobs is not None and not request.output_token_ids
-        self.pool_rows: range | None = None
-        """Positions whose states are pooled, of a pooling request (`prompt_outputs.py`); None: it draws an output."""
-        self.pooled = b""
-        """Sums over those that are computed, float64."""
-        self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
-        """Log-probabilities from the prompt's second token on, reported with the first output token; None: not
-        requested, or reported."""
 
     @property
     def is_extended(self) -> bool:

@@ -88,15 +88,7 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
         num_routers=num_routers,
         num_replicas=num_replicas,
         latency_s=rng.choice((0.0002, 0.002, 0.02)),
-        router=RouterConfig(
-            routing_policy=rng.choice(("prefix_aware", "prefix_aware", "power_of_two")),
-            max_waiting_per_replica=rng.choice((1, 2, 8, 64)),
-            replica_wait_s=rng.choice((5.0, 30.0)),
-            max_ttft_s=random.Random(f"ttft {seed}").choice((*(None,) * 6, 1.0, 5.0)),
-            prefill_replicas=random.Random(f"prefill {seed}").choice((0, 0, 1, 2)) if has_transfers else 0,
-            decode_replicas=random.Random(f"decode {seed}").choice((0, 1)) if has_transfers else 0,
-            prefill_tokens=random.Random(f"long {seed}").choice((1, 8, None)),
-        ),
+        router=_draw_router(rng, seed, has_transfers=has_transfers),
         limits=limits,
         replica=replica,
         proposers=rng.choices((None, *PROPOSERS), weights=(3, 1, 1, 1), k=num_replicas),
@@ -115,24 +107,32 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
             *draw_sessions(random.Random(f"sessions {seed}"), span_s, replica.max_model_len),
             *draw_storm(random.Random(f"storm {seed}"), span_s),
         ],
-        faults=sorted(
-            [
-                *draw_faults(rng, span_s, num_routers, num_replicas),
-                *draw_updates(random.Random(f"update {seed}"), span_s, num_replicas),
-                *(draw_store_faults(random.Random(f"disk faults {seed}"), span_s, DISK_KINDS) if has_disk else ()),
-                *(
-                    draw_store_faults(random.Random(f"transfer faults {seed}"), span_s, TRANSFER_KINDS)
-                    if has_transfers
-                    else ()
-                ),
-            ],
-            key=lambda fault: fault.time_s,
-        ),
+        faults=[
+            *draw_faults(rng, span_s, num_routers, num_replicas),
+            *draw_updates(random.Random(f"update {seed}"), span_s, num_replicas),
+        ],
         has_disk=has_disk,
         has_transfers=has_transfers,
         attack=attack,
     )
+    if has_disk:
+        scenario.faults.extend(draw_store_faults(random.Random(f"disk faults {seed}"), span_s, DISK_KINDS))
+    if has_transfers:
+        scenario.faults.extend(draw_store_faults(random.Random(f"transfer faults {seed}"), span_s, TRANSFER_KINDS))
+    scenario.faults.sort(key=lambda fault: fault.time_s)
     return _without_trouble(scenario) if is_quiet else scenario
+
+
+def _draw_router(rng: random.Random, seed: int, *, has_transfers: bool) -> RouterConfig:
+    return RouterConfig(
+        routing_policy=rng.choice(("prefix_aware", "prefix_aware", "power_of_two")),
+        max_waiting_per_replica=rng.choice((1, 2, 8, 64)),
+        replica_wait_s=rng.choice((5.0, 30.0)),
+        max_ttft_s=random.Random(f"ttft {seed}").choice((*(None,) * 6, 1.0, 5.0)),
+        prefill_replicas=random.Random(f"prefill {seed}").choice((0, 0, 1, 2)) if has_transfers else 0,
+        decode_replicas=random.Random(f"decode {seed}").choice((0, 1)) if has_transfers else 0,
+        prefill_tokens=random.Random(f"long {seed}").choice((1, 8, None)),
+    )
 
 
 def _without_trouble(scenario: Scenario) -> Scenario:

@@ -18,7 +18,7 @@ from holdfast.router.api.http.request_origin import JSON, check_json
 from holdfast.router.api.http.submission import SUBMISSION, Submission, note_reading
 from holdfast.router.api.intake import DecodeWorker, arriving
 from holdfast.router.config import LimitsConfig
-from holdfast.router.request import GenerationRequest
+from holdfast.router.request import LIST_LIMITS, GenerationRequest
 from holdfast.router.requests.poison_watch import PoisonWatch
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.requests.tracing import TRACEPARENT, note_incoming
@@ -75,15 +75,17 @@ def body_bounds(limits: LimitsConfig) -> JsonBounds:
         "chat_template_kwargs": Bound(count=OTHER.count, size=text),
         "logit_bias": bias,
         "stop_token_ids": Bound(count=limits.max_stop_token_ids, size=OTHER.size, setting="limits.max_stop_token_ids"),
-        **dict.fromkeys(("stop", "stop_sequences"), _texts(limits.max_stop_strings, limits.max_stop_string_length)),
-        "bad_words": _texts(limits.max_bad_words, limits.max_bad_word_length),
+        **{name: _texts(limits, name) for name, limit in LIST_LIMITS.items() if limit.length},
+        "stop_sequences": _texts(limits, "stop"),
     }
     whole = Bound(count=limits.max_prompt_tokens + limits.max_allowed_token_ids + 2 * values)
     lists = {**dict.fromkeys(("prompt", "tokens", "input"), tokens), "allowed_token_ids": allowed}
     return JsonBounds(fields, OTHER, whole, string=text, lists=lists)
 
 
-def _texts(count: int, length: int) -> Bound:
+def _texts(limits: LimitsConfig, parameter: str) -> Bound:
+    limit = LIST_LIMITS[parameter]
+    count, length = getattr(limits, limit.count), getattr(limits, limit.length)
     return Bound(count=count + 16, size=2 * _ESCAPED * count * length + 1024)
 
 

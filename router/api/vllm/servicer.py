@@ -23,14 +23,13 @@ from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.request import EngineLoad
+from holdfast.worker.sampling_params import PARAMETERS
 from holdfast.worker.step_update import EngineStats
 
 SERVER_TYPE: Final = "vllm-grpc"
 """The name of the protocol, by which gateways know it."""
 
 RATE_WINDOW_S: Final = 2.0
-
-_DEFAULTS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class MeasuredEngine(Protocol):
@@ -49,7 +48,7 @@ class MeasuredEngine(Protocol):
 def model_info(facts: ModelInfo) -> vllm_engine_pb2.GetModelInfoResponse:
     """Reads the model's folder for what the router does not need to know."""
     config, defaults = _json(facts.path, "config.json"), _json(facts.path, "generation_config.json")
-    chosen = {name: defaults[name] for name in _DEFAULTS if defaults.get(name) is not None}
+    chosen = PARAMETERS.drawn_by(defaults)
     return vllm_engine_pb2.GetModelInfoResponse(
         model_path=facts.path,
         is_generation=True,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.router.text.prompt import bad_word_token_ids
 from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.text.tokenizer_registry import bad_word_token_ids
 from holdfast.router.wire.request_codec import generation_request, sampling_params_message
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import InvalidRequestError

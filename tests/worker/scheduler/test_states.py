@@ -140,7 +140,7 @@ def test_routers_know_how_much_of_a_prompt_a_request_begins_with(num_slots, num_
             assert index.num_cached_tokens(PromptPrefix(request)) == found
             assert holders.match(PromptPrefix(request)).num_cached(3) == found
             num_found += found
-    whole = CacheFeed(scheduler.prefix_cache.block_hashes, scheduler.snapshot_hashes).take()
+    whole = CacheFeed(scheduler.prefix_cache.block_hashes, scheduler.caches[1].snapshot_hashes).take()
     assert set(whole.stored) == index.blocks
     assert num_found > 0
 

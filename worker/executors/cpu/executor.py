@@ -79,21 +79,7 @@ class CpuExecutor:
             raise ReplicaError(f"{num_threads} threads could not be started")
         if compacts is None:
             compacts = self.instruction_class in COMPACT_CLASSES
-        form = self.instruction_class + " compact" * compacts
-        try:
-            self.packed = PackedModel(
-                layout,
-                self._library,
-                self._pool,
-                max_positions=max_positions,
-                uses_up=uses_up,
-                compacts=compacts,
-                arena=arena_for(layout, form) if uses_up else Arena(),
-                head=head,
-            )
-        except NotFiniteError:
-            self.close()
-            raise
+        self.packed = self._pack(layout, max_positions, uses_up=uses_up, compacts=compacts, head=head)
         self._rows = self.packed.model.vocab_rows
         self._num_segments = 3 * len(self.packed.layers) + 2
         self._sums = segments_with_sums(layout)
@@ -107,6 +93,26 @@ class CpuExecutor:
         self._adapters: dict[int, PackedAdapter] = {}
         self._own_logits, self._all_logits, self._hidden_rows = RowMemory(), RowMemory(), RowMemory()
         self._block_best, self._block_mass = RowMemory(), RowMemory()
+
+    def _pack(
+        self, layout: DecoderLayout, max_positions: int, *, uses_up: bool, compacts: bool, head: NativeLinear | None
+    ) -> PackedModel:
+        form = self.instruction_class + " compact" * compacts
+        arena = arena_for(layout, form) if uses_up else Arena()
+        try:
+            return PackedModel(
+                layout,
+                self._library,
+                self._pool,
+                max_positions=max_positions,
+                uses_up=uses_up,
+                compacts=compacts,
+                arena=arena,
+                head=head,
+            )
+        except NotFiniteError:
+            self.close()
+            raise
 
     @property
     def tensor_parallel_size(self) -> int:

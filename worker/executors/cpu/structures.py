@@ -390,29 +390,10 @@ class NativeDrawn(Structure):
     _fields_ = (("token", c_int), ("rank", c_int), ("logprob", c_float), ("num_top", c_int))
 
 
-SIZES = {
-    kind.__name__: kind
-    for kind in (
-        *(
-            NativeUnits,
-            NativePanel,
-            NativeLinear,
-            NativeNorm,
-            NativeMlp,
-            NativeExperts,
-            NativeRotary,
-            NativeShortConv,
-            NativeRecurrence,
-            NativeLatent,
-            NativeLayerInput,
-            NativeTokenInputs,
-            NativeLayer,
-            NativeExchange,
-            NativeModel,
-            NativeStep,
-        ),
-        *(NativeEdits, NativeDraw, NativeDrawn, NativeAttention, NativeAttentionRows),
-        *(NativeSpan, NativeAdapted, NativeAdapter),
-    )
-}
+_OF_MODEL = (
+    *(NativeUnits, NativePanel, NativeLinear, NativeNorm, NativeMlp, NativeExperts, NativeRotary, NativeShortConv),
+    *(NativeRecurrence, NativeLatent, NativeLayerInput, NativeTokenInputs, NativeLayer, NativeExchange, NativeModel),
+)
+_OF_STEPS = (NativeStep, NativeEdits, NativeDraw, NativeDrawn, NativeAttention, NativeAttentionRows)
+SIZES = {kind.__name__: kind for kind in (*_OF_MODEL, *_OF_STEPS, NativeSpan, NativeAdapted, NativeAdapter)}
 """Sizes that must equal the library's own: a field that is missing here would shift all others."""
