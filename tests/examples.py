@@ -31,7 +31,7 @@ def examples(number: int) -> int:
 
 def leave_to_long_runs(items: Iterable[pytest.Item]) -> None:
     """Marks as `slow` what is beyond each value in its turn: of parameters with m and n values max(m, n) tests stay."""
-    marked = (item for item in items if item.get_closest_marker("in_turn"))
+    marked = (item for item in items if item.get_closest_marker("in_turn") and not item.get_closest_marker("slow"))
     for _, group in groupby(marked, key=lambda item: item.nodeid.partition("[")[0]):
         tests = [(item, item.callspec._idlist) for item in group]  # type: ignore[attr-defined]  # pytest 9.2: an id of each
         axes = [list(dict.fromkeys(ids)) for ids in zip(*(ids for _, ids in tests), strict=True)]

@@ -67,6 +67,7 @@ async def in_process(place: Site) -> AsyncIterator[str]:
             yield chunk.text
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("api", [by_the_stub, by_grpclib, by_open_inference, in_process])
 @on_each_loop

@@ -57,6 +57,7 @@ def removed_before(path: Path, ring: KeyRing) -> None:
 WAYS = (in_place, in_one_piece, with_the_same_date, by_a_link, removed_before)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("order", list(itertools.product(RINGS, repeat=3)), ids="-".join)
 def test_the_keys_are_those_that_were_written_last(tmp_path: Path, way: Callable, order: tuple[str, ...]):

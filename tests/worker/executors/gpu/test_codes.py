@@ -43,6 +43,7 @@ def both(
     return found, product(Linear(weights=(numbers,)), x, num_slices), coded
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "num_rows"), [(BF16, 1), (F16, 20), (F32, 2)])
 def test_products_have_the_bits_of_the_numbers(form, dtype, num_rows):
