@@ -174,7 +174,7 @@ class VersionGoneError(ReplicaError):
     def __init__(self, model: str, version: str, reason: str) -> None:
         super().__init__(
             f"model {model!r}: version {version} is not served any more ({reason}); "
-            "what has come stays as it is, and the request can be made anew"
+            "its output so far is final; the request can be sent again"
         )
         self.model = model
         self.version = version

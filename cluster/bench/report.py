@@ -130,7 +130,7 @@ class Settings(Part):
     server: str
     protocol: str
     model: str
-    prompt_tokens: str = Field(description="distribution of lengths, as asked for")
+    prompt_tokens: str = Field(description="distribution of lengths, as given on the command line")
     output_tokens: str
     prefixes: int
     prefix_tokens: int

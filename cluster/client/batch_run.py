@@ -97,7 +97,7 @@ class BatchRun:
             state: dict[str, str] = json.loads(file.read_text())
             for name, value in wanted.items():
                 if state[name] != value:
-                    message = f"is that of another run ({name}: {state[name]}, not {value}); delete it to begin anew"
+                    message = f"is that of another run ({name}: {state[name]}, not {value}); delete it to start over"
                     raise ConfigurationError(f"{folder} {message}")
             return state
         return self._noted(folder, {**wanted, "run": uuid.uuid4().hex})

@@ -232,7 +232,7 @@ COMMANDS: Final = (
         help="Measure a model's perplexity on a text, and how far it is from a reference.",
         details=(
             "Log-probabilities are those that are served as prompt_logprobs. With --reference: the Kullback-Leibler "
-            "divergence, and how often both find the same token likeliest."
+            "divergence, and the share of positions with the same likeliest token."
         ),
         examples=(
             "evaluate ./my-model --text book.txt",

@@ -37,7 +37,9 @@ def evaluate(
     top: Annotated[
         int, Parameter(group=ESSENTIALS, help="likeliest tokens that are compared one by one; -1: all")
     ] = _MOST,
-    num_tokens: Annotated[int | None, Parameter(group=ESSENTIALS, help="read so many of the text; unset: all")] = None,
+    num_tokens: Annotated[
+        int | None, Parameter(group=ESSENTIALS, help="tokens of the text to read; unset: all")
+    ] = None,
     as_json: Annotated[
         bool, Parameter(name="--json", group=ESSENTIALS, negative=(), help="print one JSON object")
     ] = False,

@@ -163,7 +163,7 @@ def generate(
         str, Parameter(group=ESSENTIALS, help="share cached prefixes only with requests of the same salt")
     ] = "",
     cache_ttl_s: Annotated[
-        int, Parameter(group=ESSENTIALS, help="keep the prompt cached for so many seconds, on a disk below as well")
+        int, Parameter(group=ESSENTIALS, help="seconds to keep the prompt cached, on the disk tier as well")
     ] = 0,
     sampling: Annotated[SamplingFlags, Parameter(name="*")] = _DEFAULTS,
     settings: Layer,

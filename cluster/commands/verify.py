@@ -71,9 +71,9 @@ class ReportFlags:
 class WatchFlags:
     """Flags for audits that are repeated."""
 
-    watch: Annotated[float, Parameter(group=_WATCH, help="audit again every so many minutes; 0: once")] = 0.0
+    watch: Annotated[float, Parameter(group=_WATCH, help="minutes between audits; 0: audit once")] = 0.0
     keep_watching: Annotated[
-        bool, Parameter(group=_WATCH, negative=(), help="go on after an audit that found something")
+        bool, Parameter(group=_WATCH, negative=(), help="continue after an audit with findings")
     ] = False
     metrics_file: Annotated[
         Path | None, Parameter(group=_WATCH, help="write Prometheus gauges, for a textfile collector")

@@ -196,7 +196,7 @@ def proxies() -> Finding | None:
     if not found:
         return None
     said = f"{' and '.join(found)} set: links between routers and replicas, and our clients to loopback, go past it"
-    advice = "other clients (curl, OpenAI's) go by it, unless no_proxy names the routers' addresses"
+    advice = "other clients (curl, OpenAI's) go through it, unless no_proxy names the routers' addresses"
     return Finding(Level.NOTE, "proxy", said, advice)
 
 
@@ -252,5 +252,5 @@ def loaded(config: HoldfastConfig) -> Iterator[Finding]:
     if info.row_invariant:
         yield Finding(Level.GOOD, f"invariance with {name}", "a token's bits do not depend on its batch here")
     else:
-        advice = "streams go on after a loss, but may differ from a run without it; see docs/row-invariance.md"
+        advice = "streams continue after a loss, but may differ from a run without it; see docs/row-invariance.md"
         yield Finding(Level.NOTE, f"invariance with {name}", "a token's last bits depend on its batch here", advice)

@@ -258,7 +258,7 @@ def command_of(config: HoldfastConfig) -> list[str]:
     if security.tls_client_ca is not None:
         raise ConfigurationError(
             "cluster.http_front_port with security.tls_client_ca: routers ask for a certificate of a client, and the "
-            "front has none; run `holdfast front` with --routers-cert and --routers-key, or do without one of the two"
+            "front has none; run `holdfast front` with --routers-cert and --routers-key, or unset one of the two"
         )
     scheme = "http" if security.tls_cert is None else "https"
     called = LOOPBACK if host in ("0.0.0.0", "::") else host  # what is listened on is the caller's choice

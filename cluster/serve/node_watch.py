@@ -76,7 +76,7 @@ class DiskGuard:
     def _fill(self, free: int) -> None:
         self.is_full = True
         has_reserve = self._reserve_bytes and self._reserve.exists()
-        gives = f"; {_mib(self._reserve_bytes)} that were kept for this are given up" if has_reserve else ""
+        gives = f"; {_mib(self._reserve_bytes)} of reserve are freed" if has_reserve else ""
         self.close()
         self._say(
             f"the disk of {self._folder} is nearly full: {_mib(free)} are free{gives}. Streams go on, but without room "

@@ -1,7 +1,7 @@
 """Rolling update of one model: the new version comes up beside the old one, replica by replica, and takes its place.
 
 Streams that have begun on the old version end there: its replicas drain, and hand over among themselves. A new version
-may begin as a canary, and is taken back where a verdict (`canary.py`) or an error says so.
+may begin as a canary, and is rolled back where a verdict (`canary.py`) or an error says so.
 """
 
 import logging
@@ -101,7 +101,7 @@ class Update:
         self._old_version = self._new_version = ""
 
     def run(self) -> Updated:
-        """Raises `ConfigurationError` before anything is changed, `UpdateRolledBackError` where it was taken back."""
+        """Raises `ConfigurationError` before anything is changed, `UpdateRolledBackError` if it was rolled back."""
         self._old, self._num_old = self._before()
         new = self._steps.next_application()
         try:
@@ -110,7 +110,7 @@ class Update:
             self._take_back(new)
             if isinstance(error, UpdateRolledBackError | ConfigurationError) or not isinstance(error, HoldfastError):
                 raise
-            raise UpdateRolledBackError(f"{self._plan.model}: the update was taken back: {error}") from error
+            raise UpdateRolledBackError(f"{self._plan.model}: the update was rolled back: {error}") from error
 
     def _before(self) -> tuple[str, int]:
         name, applications = self._plan.model, self._steps.applications()
@@ -177,7 +177,7 @@ class Update:
             seen = Observed(canary=canary, others=others, wrong_answers=steps.wrong_answers(version))
             reason = verdict(seen)
             if reason is not None:
-                raise UpdateRolledBackError(f"{plan.model}: canary {version} was taken back: {reason}")
+                raise UpdateRolledBackError(f"{plan.model}: canary {version} was rolled back: {reason}")
             watched_s, num_ended = steps.now() - started_s, canary.num_finished + canary.num_failed
             self._report(f"canary {version}", round(min(watched_s, plan.watch_s)), round(plan.watch_s))
             if watched_s >= plan.watch_s and num_ended >= plan.min_requests:
@@ -186,7 +186,7 @@ class Update:
                 message = (
                     f"only {num_ended} requests ended in {watched_s:.0f} s, and --min-requests is {plan.min_requests}"
                 )
-                raise UpdateRolledBackError(f"{plan.model}: canary {version} was taken back: {message}")
+                raise UpdateRolledBackError(f"{plan.model}: canary {version} was rolled back: {message}")
             steps.sleep(LOOK_EVERY_S)
 
     def _take_back(self, new: str) -> None:

@@ -211,5 +211,5 @@ def _postgresql(url: str) -> "sqlalchemy.Engine":
     try:
         import psycopg  # noqa: F401  the driver, which create_engine would miss with a riddle
     except ImportError as error:
-        raise StoreError(f"router.store = {url!r} asks for psycopg: pip install 'holdfast[postgresql]'") from error
+        raise StoreError(f"router.store = {url!r} needs psycopg: pip install 'holdfast[postgresql]'") from error
     return create_engine(url.replace("postgresql://", "postgresql+psycopg://", 1), pool_pre_ping=True)

@@ -41,7 +41,7 @@ def open_index(folder: Path) -> sqlite3.Connection:
     except sqlite3.DatabaseError as error:
         if isinstance(error, sqlite3.OperationalError):
             raise  # locked, or the disk fails: that says nothing against the index
-        logger.warning("the block store in %s is broken, and begins anew: %s", folder, error)
+        logger.warning("the block store in %s is damaged, and starts empty: %s", folder, error)
         for path in [*folder.glob(f"{_INDEX}*"), *folder.glob(f"*{SUFFIX}")]:
             path.unlink(missing_ok=True)
         return _connected(folder)

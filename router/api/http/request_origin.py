@@ -50,7 +50,7 @@ class RequestOrigins:
         """Raises `PermissionDeniedError` for another server's name, and for pages of other origins."""
         host = request.headers.get("host", "")
         if not self._is_own(host_name(host)):
-            message = f"this server does not answer for {host[:100]!r}; name it in {SETTING}, or ask for keys"
+            message = f"this server does not answer for {host[:100]!r}; name it in {SETTING}, or require API keys"
             raise PermissionDeniedError("host", message)
         origin = request.headers.get("origin")
         if origin is None:
@@ -60,7 +60,7 @@ class RequestOrigins:
         if is_foreign:
             site = (origin or "unnamed")[:100]
             message = f"this request comes from a page of another site ({site}); name the site in {SETTING} or "
-            raise PermissionDeniedError("origin", f"{message}{CORS_SETTING}, or ask for keys")
+            raise PermissionDeniedError("origin", f"{message}{CORS_SETTING}, or require API keys")
 
     def _is_given(self, origin: str, request: Request) -> bool:
         is_named = ANY in self.cors_origins or origin in self.cors_origins

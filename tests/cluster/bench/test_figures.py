@@ -184,7 +184,7 @@ def test_reports_of_different_questions_say_so(capsys):
     one = report(1.0)
     other = one.model_copy(update={"settings": one.settings.model_copy(update={"output_tokens": "64"})})
     print_comparison(Console(width=120), one, other, ("A", "B"))
-    assert "not the same question: output_tokens is 5 in A, 64 in B" in capsys.readouterr().out
+    assert "the settings differ: output_tokens is 5 in A, 64 in B" in capsys.readouterr().out
 
 
 def test_a_terminal_is_told_what_failed_and_when_the_tool_itself_was_late(capsys):

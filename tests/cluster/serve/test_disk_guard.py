@@ -27,7 +27,7 @@ def test_the_reserve_is_given_up_once_when_the_disk_fills_and_made_anew_when_it_
     assert (guard.look(), reserve(tmp_path), disk.said) == (False, RESERVE, [])
     disk.free = LOW_BYTES - 1
     assert (guard.look(), reserve(tmp_path)) == (True, 0)
-    assert "is nearly full: 128 MiB are free; 1 MiB that were kept for this are given up" in disk.said[0]
+    assert "is nearly full: 128 MiB are free; 1 MiB of reserve are freed" in disk.said[0]
     disk.free += RESERVE  # by that alone it is not mended
     assert (guard.look(), reserve(tmp_path), len(disk.said)) == (True, 0, 1)
     disk.free = PLENTY
@@ -49,7 +49,7 @@ def test_who_only_looks_keeps_no_file(tmp_path: Path):
     assert reserve(tmp_path) == 0
     disk.free = 0
     assert guard.look()
-    assert "given up" not in disk.said[0]
+    assert "of reserve" not in disk.said[0]
 
 
 def test_who_only_looks_leaves_the_file_of_another_alone(tmp_path: Path):
@@ -59,10 +59,10 @@ def test_who_only_looks_leaves_the_file_of_another_alone(tmp_path: Path):
     owner.look()
     disk.free = 0
     assert (other.look(), reserve(tmp_path)) == (True, RESERVE)
-    assert "given up" not in disk.said[0]
+    assert "of reserve" not in disk.said[0]
     other.close()
     assert (owner.look(), reserve(tmp_path)) == (True, 0)
-    assert "1 MiB that were kept for this are given up" in disk.said[1]
+    assert "1 MiB of reserve are freed" in disk.said[1]
 
 
 def test_a_folder_that_is_gone_is_told_and_ends_nothing(tmp_path: Path):

@@ -102,7 +102,7 @@ def test_an_update_ends_no_stream_and_changes_none(cluster: Serving, tmp_path: P
         canary = ("--canary", "0.5", "--known-answers", str(known))
         command = ("update", "other", "--model", folders[0], *canary)
         said, streams = asyncio.run(updates.traffic_during(cluster.routers, "other", *command))
-        assert (said.returncode, "was taken back: 1 wrong answers" in said.stderr) == (1, True), said.stderr
+        assert (said.returncode, "was rolled back: 1 wrong answers" in said.stderr) == (1, True), said.stderr
         assert [one.error for one in streams if one.error is not None] == []
         assert all(len(one.versions) == 1 and one.is_guaranteed for one in streams)
         assert updates.answer(cluster.routers[1], "other") == right

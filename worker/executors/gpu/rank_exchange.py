@@ -226,7 +226,7 @@ class PeerExchange(RankExchange):
         number = int(self._lost[0])
         if number == 0:
             return None
-        return "waiting was given up" if number < 0 else f"rank {number - 1} did not join a sum in time"
+        return "the wait was cancelled" if number < 0 else f"rank {number - 1} did not join a sum in time"
 
     def give_up(self) -> None:
         self._lost[0] = _GAVE_UP

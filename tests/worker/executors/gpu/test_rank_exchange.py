@@ -160,7 +160,7 @@ def test_a_rank_that_stops_ends_the_wait_of_the_others():
 
     (lost, after), _ = fork_ranks(2, work)
     assert lost == "rank 1 did not join a sum in time"
-    assert after == "waiting was given up"
+    assert after == "the wait was cancelled"
 
 
 def test_the_host_ends_a_wait():
@@ -175,7 +175,7 @@ def test_the_host_ends_a_wait():
         exchange.add(torch.ones(1, 1, 100), Buffers(CPU))
         return exchange.lost()
 
-    assert fork_ranks(2, work) == ["waiting was given up", None]
+    assert fork_ranks(2, work) == ["the wait was cancelled", None]
 
 
 @pytest.mark.parametrize("closes", [True, False])
