@@ -64,6 +64,42 @@ DELTA_NETS: dict[str, tuple[str, dict[str, Any]]] = {
         {**DELTA_NET, "linear_key_head_dim": 80, "attention_bias": True, "linear_conv_kernel_dim": 6},
     ),
 }
+KIMI: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": ...,
+    "linear_num_heads": 4,
+    "linear_head_dim": 32,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "topk_group": 1,
+    "max_position_embeddings": 512,
+}
+KIMIS: dict[str, tuple[str, dict[str, Any]]] = {
+    "kimi": ("kimi_linear", {**KIMI, "num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR]}),
+    "kimi, latents last": (
+        "kimi_linear",
+        {
+            **KIMI,
+            "num_hidden_layers": 2,
+            "layer_types": [LINEAR, FULL],
+            "linear_head_dim": 16,
+            "linear_num_heads": 8,
+            "linear_conv_kernel_dim": 2,
+            "q_lora_rank": 24,
+            "mlp_layer_types": ["sparse", "dense"],
+        },
+    ),
+    "kimi, linear alone": (
+        "kimi_linear",
+        {**KIMI, "num_hidden_layers": 2, "layer_types": [LINEAR] * 2, "linear_head_dim": 48, "norm_topk_prob": False},
+    ),
+}
 MAMBA: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -197,6 +233,7 @@ PATTERNS: dict[str, tuple[str, dict[str, Any]]] = {
         {**LFM2_MOE, "layer_types": [CONV, CONV, FULL, FULL], "use_expert_bias": False, "norm_topk_prob": False},
     ),
     **DELTA_NETS,
+    **KIMIS,
     **MAMBAS,
 }
 """By name: the model type, and what is changed of a tiny config."""

@@ -69,7 +69,7 @@ def test_what_a_rank_of_them_needs_is_estimated(pattern, tmp_path):
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("pattern", ["attention last", "odd channels", "mixture", "conv, mixture"])
+@pytest.mark.parametrize("pattern", ["attention last", "odd channels", "mixture", "conv, mixture", "kimi"])
 def test_on_several_ranks_they_have_the_bits_of_one(pattern, size, tmp_path, prompts):
     folder = save_hybrid(tmp_path, pattern)
     alone = logits_in_chunks(load(worker_config(folder)), prompts, 7)

@@ -136,7 +136,7 @@ def test_kimi_k2_is_deepseek_v3(folder, tmp_path, prompts, whole):
         assert MemoryEstimator(worker_config(one)).kv_bytes_per_token == 2 * 32 * 4
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "deepseek_v4", "glm5_next", "glm_moe_dsa", "kimi_linear"])
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "deepseek_v4", "glm5_next", "glm_moe_dsa"])
 def test_a_model_of_which_a_part_is_not_there_is_refused_by_name(model_type, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "hidden_size": 32}))
     with pytest.raises(UnsupportedModelError, match=rf"{model_type}.*(sparse|Delta) [aA]ttention: .* not implemented"):

@@ -50,6 +50,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "Bamba": hybrid("bamba"),
     "Falcon-H1": hybrid("falcon"),
     "Mamba2": hybrid("Mamba2 alone"),
+    "Kimi Linear": hybrid("kimi"),
     "DeepSeek V2": family("deepseek_v2"),
     "DeepSeek V3": family("deepseek_v3"),
     "GLM-4.7-Flash": family("glm4_moe_lite"),

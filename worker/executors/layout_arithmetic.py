@@ -31,9 +31,12 @@ class QueryScale:
         return steps.float().repeat_interleave(self.length)[:num_positions]
 
 
-def delta_state_length(key_heads: int, value_heads: int, key_dim: int, value_dim: int, num_rows: int) -> int:
-    """Same as `GatedDeltaNet.state_length`, with so many rows of inputs."""
-    return _recurrence_length(key_heads, value_heads // key_heads, key_dim, value_dim + 2, value_dim, num_rows)
+def delta_state_length(
+    key_heads: int, value_heads: int, key_dim: int, value_dim: int, num_rows: int, *, by_key: bool = False
+) -> int:
+    """Same as `GatedDeltaNet.state_length`, with so many rows of inputs; `by_key`: with a decay for each key."""
+    inputs = value_dim + 1 + (key_dim if by_key else 1)
+    return _recurrence_length(key_heads, value_heads // key_heads, key_dim, inputs, value_dim, num_rows)
 
 
 def mamba_state_length(groups: int, heads: int, state_dim: int, head_dim: int, num_rows: int) -> int:

@@ -45,8 +45,10 @@ class GatedDeltaNet:
         decay = exp(-exp(a_log) softplus(a + dt_bias));  S = decay S;  S = S + k (x) rate (v - S^T k);  o = S^T q
         output(rms(o) weight silu(z))
 
-    As Hugging Face's `Qwen3_5GatedDeltaNet`, all in float32. The state of a sequence: S of each value head, float32
-    [key_dim, value_dim], and the last inputs of the convolution (docs/gated-delta-net.md).
+    As Hugging Face's `Qwen3_5GatedDeltaNet`, all in float32. With `gates` Kimi Delta Attention, as in Hugging Face's
+    `KimiLinearDeltaAttention`: each key of a head has an `a` and a decay, and sigmoid(z) is in place of silu. The state
+    of a sequence: S of each value head, float32 [key_dim, value_dim], and the last inputs of the convolution
+    (docs/gated-delta-net.md).
     """
 
     num_key_heads: int
@@ -57,13 +59,15 @@ class GatedDeltaNet:
     """Both multiples of 16."""
     inputs: Linear
     """Outputs: queries and keys of all key heads, values of all value heads; b, then a, of each value head; z, as
-    values."""
+    values. With `gates` their inputs are in place of a and z."""
+    gates: Linear | None = None
+    """Outputs: a of each key of each value head, then z."""
     kernel: Tensor
     """float32 [channels of queries, keys and values, width], as of `ShortConv`."""
     a_log: Tensor
     """float32 [value heads]"""
     dt_bias: Tensor
-    """float32 [value heads]"""
+    """float32 [value heads]; with `gates` [value heads, keys]"""
     norm: Norm
     """Over the values of each head."""
     output: Linear
@@ -80,12 +84,22 @@ class GatedDeltaNet:
         """Channels of the convolution."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
+    @property
+    def gate_inputs(self) -> int:
+        """Outputs of `inputs` that `gates` takes."""
+        return 0 if self.gates is None else self.inputs.out_features - self.num_channels - self.num_value_heads
+
     def state_length(self, num_drafts: int) -> int:
         """Numbers that a slot keeps: rows of inputs, then for each key head a header and the tiles of its value heads
         (`cpu/native/recurrence_task.h`).
         """
         return delta_state_length(
-            self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim, self.width - 1 + num_drafts
+            self.num_key_heads,
+            self.num_value_heads,
+            self.key_dim,
+            self.value_dim,
+            self.width - 1 + num_drafts,
+            by_key=self.gates is not None,
         )
 
 

@@ -93,7 +93,6 @@ _NOT_THERE: Final[Mapping[str, str]] = {
     "deepseek_v4": "it has sparse attention: its indexer, compressed keys and four streams are not implemented",
     "glm5_next": "it has sparse attention: its indexer, Kimi Delta Attention and four streams are not implemented",
     "glm_moe_dsa": _INDEXER,
-    "kimi_linear": "it has Kimi Delta Attention: its recurrence with a decay for each channel is not implemented",
 }
 """Types of models that are known and not served, and the reason."""
 

@@ -62,6 +62,9 @@ class DeltaPacking(Enum):
     """`in_proj_qkv`, `in_proj_z`, `in_proj_b`, `in_proj_a`."""
     BY_KEY_HEAD = auto()
     """`in_proj_qkvz`: queries, keys, values and z of the first key head, then of the next; `in_proj_ba` likewise."""
+    APART = auto()
+    """Kimi Delta Attention, with the names of attention: `q_proj`, `k_proj`, `v_proj` and a convolution of each,
+    `b_proj`, gates of two linears, `o_norm`, `o_proj`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +307,7 @@ class Family:
     has_single_halves: bool = False
     """A layer has one norm, `attention_norm`, and either what mixes tokens or an MLP, by its type: `mlp`, `moe`."""
     delta_net: DeltaPacking | None = None
-    """Storage in layers whose type is `linear_attention`: `linear_attn`, Gated DeltaNet."""
+    """Storage in layers whose type is `linear_attention`, of Gated DeltaNet."""
     has_output_gate: bool = False
     """`q_proj` has query and gate of the first head, then of the next; the gates' sigmoid multiplies the result."""
 

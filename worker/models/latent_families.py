@@ -1,11 +1,12 @@
-"""Families with multi-head latent attention, stated (`families.py`): DeepSeek V2 and V3, and GLM-4.7-Flash."""
+"""Families with multi-head latent attention, stated (`families.py`): DeepSeek V2 and V3, GLM-4.7-Flash, Kimi Linear."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from holdfast.worker.models.family import Family, Moe
+from holdfast.worker.executors.layout_arithmetic import delta_state_length
+from holdfast.worker.models.family import DeltaPacking, Family, Moe
 from holdfast.worker.models.family_bases import LAYER_BEHIND, PLAIN
 
 
@@ -74,12 +75,38 @@ _V3: Final = replace(
 assert _V3.moe is not None
 
 
+def _is_sparse(config: Any, index: int) -> bool:
+    return bool(config.mlp_layer_types[index] == "sparse")
+
+
 def _without(*names: str) -> dict[str, Any]:
     return {name: value for name, value in _V3.entries.items() if name not in names}
 
 
 def _groups(config: Any) -> bool:
     return bool(config.topk_method == "group_limited_greedy")
+
+
+def _derive_kimi(config: Any) -> None:
+    """The checkpoint has the entries of linear attention together, and layers counted from 1."""
+    _derive(config)
+    linear = config.linear_attn_config or {}
+    config.linear_head_dim = linear.get("head_dim", config.linear_head_dim)
+    config.linear_num_heads = linear.get("num_heads", config.linear_num_heads)
+    config.linear_conv_kernel_dim = linear.get("short_conv_kernel_size", config.linear_conv_kernel_dim)
+    layers = range(config.num_hidden_layers)
+    if config.layer_types is None and linear.get("full_attn_layers") is not None and "kda_layers" in linear:
+        full = linear["full_attn_layers"]
+        config.layer_types = ["full_attention" if index + 1 in full else "linear_attention" for index in layers]
+    elif config.layer_types is None:
+        config.layer_types = ["linear_attention" if index % 4 or not index else "full_attention" for index in layers]
+    if config.mlp_layer_types is None:
+        config.mlp_layer_types = ["dense" if index < config.first_k_dense_replace else "sparse" for index in layers]
+
+
+def _kimi_state_length(config: Any, num_drafts: int) -> int:
+    heads, size, rows = config.linear_num_heads, config.linear_head_dim, config.linear_conv_kernel_dim - 1 + num_drafts
+    return delta_state_length(heads, heads, size, size, rows, by_key=True)
 
 
 LATENTS: Final[Mapping[str, Family]] = {
@@ -137,7 +164,48 @@ LATENTS: Final[Mapping[str, Family]] = {
         },
         aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
         partial=1.0,
-        moe=replace(_V3.moe, in_layer=lambda config, index: config.mlp_layer_types[index] == "sparse"),
+        moe=replace(_V3.moe, in_layer=_is_sparse),
+    ),
+    "kimi_linear": replace(
+        _V3,
+        architecture="KimiLinearForCausalLM",
+        entries={
+            **_without("rope_interleave"),
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "eos_token_id": 163586,
+            "q_lora_rank": None,
+            "moe_intermediate_size": 1024,
+            "routed_scaling_factor": 2.446,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "mlp_layer_types": None,
+            "layer_types": None,
+            "linear_attn_config": None,
+            "linear_head_dim": 128,
+            "linear_num_heads": 32,
+            "linear_conv_kernel_dim": 4,
+        },
+        aliases={
+            "model_max_length": "max_position_embeddings",
+            "moe_renormalize": "norm_topk_prob",
+            "num_expert_group": "n_group",
+            "num_experts": "n_routed_experts",
+            "num_experts_per_token": "num_experts_per_tok",
+            "num_shared_experts": "n_shared_experts",
+        },
+        derive=_derive_kimi,
+        layer_types=frozenset({"full_attention", "linear_attention"}),
+        stored_as=((".mlp.", ".block_sparse_moe."),),
+        unused=(),
+        next_token=None,
+        interleaved=False,
+        rotates=lambda config, index: False,
+        scaling=lambda config: float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5),
+        state_lengths={"linear_attention": _kimi_state_length},
+        delta_net=DeltaPacking.APART,
+        moe=replace(_V3.moe, in_layer=_is_sparse, parts=("w1", "w3", "w2")),
     ),
 }
 """Families by `model_type`."""

@@ -244,18 +244,28 @@ class Reference:
     def _recur(self, net: GatedDeltaNet, x: Tensor) -> Tensor:
         """Gated DeltaNet over [T, hidden] of one sequence from its first position on."""
         keys, values = net.num_key_heads * net.key_dim, net.num_value_heads * net.value_dim
-        parts = [net.num_channels, net.num_value_heads, net.num_value_heads, values]
-        mixed, b, a, z = torch.split(self._linear(net.inputs, x), parts, -1)
+        mixed, b, rest = torch.split(self._linear(net.inputs, x), self._delta_parts(net), -1)
+        rest = rest if net.gates is None else self._linear(net.gates, rest)
+        a, z = rest[:, :-values], rest[:, -values:]
         q, k, v = torch.split(F.silu(self._convolved(net, mixed)), [keys, keys, values], -1)
         q, k = (part.reshape(len(x), net.num_key_heads, net.key_dim) for part in (q, k))
         q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))
         group = net.num_value_heads // net.num_key_heads
         q, k = (part.repeat_interleave(group, 1) for part in (q / net.key_dim**0.5, k))
-        strength = F.softplus(a + net.dt_bias.to(self._dtype))
-        decay = (-net.a_log.to(self._dtype).exp() * strength).exp()
+        strength = F.softplus(a.reshape(len(x), *net.dt_bias.shape) + net.dt_bias.to(self._dtype))
+        log = net.a_log if net.gates is None else net.a_log[:, None]
+        decay = (-log.to(self._dtype).exp() * strength).exp()
         v = v.reshape(len(x), net.num_value_heads, net.value_dim)
-        y = self._norm(net.norm, delta_rule(q, k, v, decay, b.sigmoid())) * F.silu(z.reshape(v.shape))
-        return self._row_parallel(net.output, y.flatten(1))
+        gate = (F.silu if net.gates is None else torch.sigmoid)(z.reshape(v.shape))
+        return self._row_parallel(
+            net.output, (self._norm(net.norm, delta_rule(q, k, v, decay, b.sigmoid())) * gate).flatten(1)
+        )
+
+    @staticmethod
+    def _delta_parts(net: GatedDeltaNet) -> list[int]:
+        """Lengths of what is mixed, of rates, and of gates or their inputs, among the outputs of `inputs`."""
+        first = [net.num_channels, net.num_value_heads]
+        return [*first, net.inputs.out_features - sum(first)]
 
     def _convolve(self, conv: ShortConv, x: Tensor) -> Tensor:
         """The short convolution over [T, hidden] of one sequence from its first position on."""

@@ -99,12 +99,13 @@ def convolved(x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, *, recalls: bool = True) -> Tensor:
-    """The gated delta rule, token by token: q, k [T, heads, keys], v [T, heads, values], decay, rate [T, heads].
-    Without what it recalls, the state space of Mamba2.
+    """The gated delta rule, token by token: q, k [T, heads, keys], v [T, heads, values], rate [T, heads], decay
+    [T, heads] or [T, heads, keys]. Without what it recalls, the state space of Mamba2.
     """
+    decay = decay.reshape(*decay.shape[:2], -1, 1)
     state, out = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1]), torch.empty_like(v)
     for t in range(len(v)):
-        state = state * decay[t, :, None, None]
+        state = state * decay[t]
         write = rate[t, :, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state) if recalls else v[t])
         state = state + k[t, :, :, None] * write[:, None]
         out[t] = torch.einsum("hk,hkv->hv", q[t], state)

@@ -209,6 +209,19 @@ def _are_heads_of_layers(value: Any) -> bool:
     )
 
 
+def _is_linear_attention(value: Any) -> bool:
+    """Whether it is Kimi's description of its linear attention: sizes, and layers counted from 1."""
+    if not isinstance(value, Mapping):
+        return False
+    sizes = [value.get(key, 1) for key in ("head_dim", "num_heads")]
+    lists = [value.get(key, []) for key in ("kda_layers", "full_attn_layers")]
+    return (
+        all(map(_is_count, sizes))
+        and all(map(_each(_is_count), lists))
+        and _is_conv_width(value.get("short_conv_kernel_size", 4))
+    )
+
+
 def _is_count_or_auto(value: Any) -> bool:
     return value == "auto" or _is_count(value)
 
@@ -248,6 +261,7 @@ _HEADS: Final = frozenset({"head_dim", "num_key_value_heads"})
 _FIXED: Final[Mapping[str, tuple[Any, ...]]] = {
     "clip_qkv": (None,),
     "is_llama_config": (None, True),
+    "mla_use_nope": (None, True),
     "rope_interleaved": (None, False),
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
@@ -280,6 +294,8 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
         (_is_count, "n_routed_experts block_multiple_of full_attention_interval"),
         (_is_count, "linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads"),
         (_or_none(_is_count), "num_key_value_heads head_dim original_max_position_embeddings rotary_dim"),
+        (_is_count, "linear_head_dim linear_num_heads"),
+        (_or_none(_is_linear_attention), "linear_attn_config"),
         (_is_count, "kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim"),
         (_or_none(_is_count), "q_lora_rank n_group topk_group"),
         (_or_none(_is_count), "block_ff_dim global_head_dim num_global_key_value_heads top_k_experts"),

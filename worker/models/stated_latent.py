@@ -14,9 +14,9 @@ _EPS: Final = 1e-6
 """Epsilon of both norms, whatever config.json says: written into the code of transformers."""
 
 
-def latent_attention(share: RankShare, prefix: str) -> LatentAttention:
-    """Latent attention of the layer whose tensors have names with this prefix. Ranks share the query heads; each has
-    the whole latent.
+def latent_attention(share: RankShare, prefix: str, rotary: int | None) -> LatentAttention:
+    """Latent attention of the layer whose tensors have names with this prefix, and with these rotary angles of the
+    layout. Ranks share the query heads; each has the whole latent.
 
     Raises `NotStated` for what no layout can say.
     """
@@ -52,7 +52,7 @@ def latent_attention(share: RankShare, prefix: str) -> LatentAttention:
         latent_norm=_norm(share, f"{prefix}kv_a_layernorm.weight", latent),
         absorb=absorb,
         expand=expand,
-        rotary=0,
+        rotary=rotary,
         scaling=family.scaling(config),
         output=share.rows(
             prefix + family.output,

@@ -15,7 +15,7 @@ from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2, ShortConv
 from holdfast.worker.models.checks import check_heads
 from holdfast.worker.models.families import FAMILIES
-from holdfast.worker.models.family import HeadNorms, NextToken, Packing, is_set
+from holdfast.worker.models.family import DeltaPacking, HeadNorms, NextToken, Packing, is_set
 from holdfast.worker.models.family_rules import head_dim, num_kv_heads
 from holdfast.worker.models.model import serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
@@ -25,7 +25,7 @@ from holdfast.worker.models.rotary import make_rotary
 from holdfast.worker.models.stated_config import NotStated, read_stated_config
 from holdfast.worker.models.stated_latent import latent_attention
 from holdfast.worker.models.stated_mlp import MlpBuilder
-from holdfast.worker.models.stated_states import LINEAR, DeltaNetBuilder, MambaBuilder, slices_beside
+from holdfast.worker.models.stated_states import LINEAR, DeltaNetBuilder, KimiDeltaBuilder, MambaBuilder, slices_beside
 from holdfast.worker.models.stated_tensors import StoredTensors, Weight, stored_tensors
 from holdfast.worker.models.text_model import POOLING_ENTRIES, served_config
 from holdfast.worker.models.weights import read_json
@@ -80,7 +80,7 @@ class LayoutBuilder:
         self._config, self._family = share.config, share.family
         self._mlps = MlpBuilder(share)
         self._mambas = None if share.family.mamba is None else MambaBuilder(share, share.family.mamba)
-        self._delta_nets = None if share.family.delta_net is None else DeltaNetBuilder(share, share.family.delta_net)
+        self._delta_nets = self._delta_net_builder()
 
     def layout(self) -> DecoderLayout:
         """Layout of this rank: embedding, layers, last norm and head."""
@@ -221,14 +221,21 @@ class LayoutBuilder:
         if self._family.conv is not None and self._config.layer_types[index] == "conv":
             return self._short_conv(f"{prefix}{self._family.conv}.")
         if self._delta_nets is not None and self._config.layer_types[index] == LINEAR:
-            return self._delta_nets.build(f"{prefix}linear_attn.")
+            apart = self._family.delta_net is DeltaPacking.APART
+            return self._delta_nets.build(f"{prefix}{self._family.attention if apart else 'linear_attn'}.")
         if self._mambas is not None and self._config.layer_types[index] in self._family.state_lengths:
             return self._mambas.build(prefix)
         return None
 
+    def _delta_net_builder(self) -> DeltaNetBuilder | KimiDeltaBuilder | None:
+        packing = self._family.delta_net
+        if packing is DeltaPacking.APART:
+            return KimiDeltaBuilder(self._share)
+        return None if packing is None else DeltaNetBuilder(self._share, packing)
+
     def _attention(self, index: int, prefix: str, rotaries: tuple[str, ...]) -> Attention | LatentAttention:
         if self._family.latent:
-            return latent_attention(self._share, prefix)
+            return latent_attention(self._share, prefix, self._rotary_index(index, rotaries))
         family, config, share = self._family, self._config, self._share
         size, kv_heads = head_dim(config, index), num_kv_heads(config, index)
         qkv = self._qkv(index, prefix)

@@ -215,6 +215,69 @@ class DeltaNetBuilder:
         return self._share.vector(name, (self._value_heads,)).narrow(0, *self._share.part(self._value_heads))
 
 
+class KimiDeltaBuilder:
+    """Builds Kimi Delta Attention: as many key as value heads, a decay for each key, gates of two linears. Ranks share
+    heads, and each has the first linears of gates whole.
+    """
+
+    def __init__(self, share: RankShare) -> None:
+        """Raises `NotStated` for sizes no layout can say, `UnsupportedModelError` where ranks cannot share them."""
+        config = share.config
+        self._share, self._heads, self._size = share, config.linear_num_heads, config.linear_head_dim
+        self._all = self._heads * self._size
+        if self._size % 16:
+            raise NotStated(f"its linear heads have {self._size} dimensions, no multiple of 16")
+        if self._heads % share.size:
+            reason = f"{self._heads} heads of its linear attention cannot be shared by {share.size} ranks"
+            raise UnsupportedModelError(config.model_type, reason, "Choose another tensor_parallel_size")
+
+    def build(self, prefix: str) -> GatedDeltaNet:
+        """Layer whose tensors have names with this prefix."""
+        share, config = self._share, self._share.config
+        slices = share.slices(self._heads)
+        a_log = share.vector(f"{prefix}A_log", (1, 1, self._heads, 1))
+        dt_bias = share.vector(f"{prefix}dt_bias", (self._all,)).narrow(0, *share.part(self._all))
+        return GatedDeltaNet(
+            num_key_heads=self._heads // share.size,
+            num_value_heads=self._heads // share.size,
+            key_dim=self._size,
+            value_dim=self._size,
+            inputs=self._inputs(prefix),
+            gates=self._gates(prefix),
+            kernel=torch.cat([self._kernel(f"{prefix}{one}_conv1d.weight") for one in "qkv"]),
+            a_log=a_log.narrow(0, *share.part(self._heads)),
+            dt_bias=dt_bias.view(-1, self._size),
+            norm=Norm(
+                kind="rms",
+                weight=share.floats(share.tensors.take(f"{prefix}o_norm.weight", (self._size,))),
+                eps=config.rms_norm_eps,
+            ),
+            output=share.rows(f"{prefix}o_proj", (config.hidden_size, self._all), slices, has_bias=False),
+            num_slices=slices,
+        )
+
+    def _inputs(self, prefix: str) -> Linear:
+        """Queries, keys, values, b, then the inputs of both gates."""
+        names = [f"{prefix}{one}_proj" for one in ("q", "k", "v", "b", "f_a", "g_a")]
+        outputs: Outputs = [*[(self._all, None)] * 3, (self._heads, None), *[(self._size, 1)] * 2]
+        return self._share.columns(names, outputs, self._share.config.hidden_size, has_bias=False, may_stay=False)
+
+    def _gates(self, prefix: str) -> Linear:
+        """One linear of both: each has zeros for the inputs of the other."""
+        decays, z = (
+            self._share.columns(
+                [f"{prefix}{one}_proj"], [(self._all, None)], self._size, has_bias=False, may_stay=False
+            ).weights[0]
+            for one in ("f_b", "g_b")
+        )
+        none = torch.zeros_like(decays)
+        return Linear(weights=(torch.cat((decays, none), 1), torch.cat((none, z), 1)))
+
+    def _kernel(self, name: str) -> Tensor:
+        whole = self._share.tensors.take(name, (self._all, 1, self._share.config.linear_conv_kernel_dim))
+        return self._share.floats(whole.narrow(0, *self._share.part(self._all))).squeeze(1)
+
+
 def _stacked(linears: Sequence[Linear]) -> Linear:
     return Linear(weights=tuple(weight for linear in linears for weight in linear.weights))
 

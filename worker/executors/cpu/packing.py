@@ -273,8 +273,10 @@ class PackedModel(PartPacker):
     def _put_recurrence(self, native: NativeLayer, net: GatedDeltaNet | Mamba2) -> None:
         """But for `columns`, which the states' memory decides."""
         mamba = net if isinstance(net, Mamba2) else None
+        gates = net.gates if isinstance(net, GatedDeltaNet) else None
         described = NativeRecurrence(
             inputs=self._linear(net.inputs),
+            gates=NativeLinear() if gates is None else self._linear(gates),
             kernel=self._lines(net.kernel.T),
             conv_bias=None if mamba is None or mamba.conv_bias is None else self._floats(mamba.conv_bias),
             a_log=self._floats(net.a_log),

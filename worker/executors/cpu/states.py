@@ -66,6 +66,7 @@ def recurrence_numbers(net: GatedDeltaNet | Mamba2) -> dict[str, Any]:
             "width": net.width,
             "unit_heads": net.num_value_heads // net.num_key_heads,
             "heads_per_slice": net.num_value_heads // net.num_slices,
+            "gate_inputs": net.gate_inputs,
         }
     return {
         "dt_scale": net.dt_scale,

@@ -138,6 +138,7 @@ class NativeRecurrence(Structure):
 
     _fields_ = (
         ("inputs", NativeLinear),
+        ("gates", NativeLinear),
         ("kernel", c_void_p),
         ("conv_bias", c_void_p),
         ("a_log", c_void_p),
@@ -159,6 +160,7 @@ class NativeRecurrence(Structure):
         ("norm_heads", c_int),
         ("norm_groups", c_int),
         ("first_group", c_int),
+        ("gate_inputs", c_int),
     )
 
 

@@ -1,4 +1,4 @@
-"""Gated DeltaNet and Mamba2: what Hugging Face and a loop in float64 compute, the same bits however tokens come."""
+"""Recurrences compute what Hugging Face and a loop in float64 compute, in the same bits however tokens come."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from holdfast.worker.models import reference
 from holdfast.worker.models.reference import Reference
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 from tests.fake_group import run_ranks
-from tests.parity.hybrids import DELTA_NETS, MAMBAS, made, save_hybrid
+from tests.parity.hybrids import DELTA_NETS, KIMIS, MAMBAS, made, save_hybrid
 from tests.worker.executors.cpu.native import library_or_skip, other_classes, same_bits
 from tests.worker.models.layouts import stated
 
@@ -89,7 +89,7 @@ class Runner:
         return self.executor._states.pools
 
 
-@pytest.fixture(scope="module", params=[*DELTA_NETS, *MAMBAS])
+@pytest.fixture(scope="module", params=[*DELTA_NETS, *KIMIS, *MAMBAS])
 def pattern(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -107,7 +107,7 @@ def runner(layout: DecoderLayout) -> Iterator[Runner]:
     runner.executor.close()
 
 
-@pytest.fixture(scope="module", params=["dense", "granite, dense"])
+@pytest.fixture(scope="module", params=["dense", "kimi", "granite, dense"])
 def simple(request: pytest.FixtureRequest) -> str:
     """A pattern of each recurrence."""
     name: str = request.param
@@ -168,7 +168,7 @@ def test_every_class_has_the_same_bits(simple, dense, dtype, tmp_path):
         assert same_bits(logits, expected), name
 
 
-SHARED = ["dense", "mixture", "by key heads, mixture", "state last", *MAMBAS]
+SHARED = ["dense", "mixture", "by key heads, mixture", "state last", "kimi", "kimi, latents last", *MAMBAS]
 
 
 @pytest.mark.in_turn
@@ -250,15 +250,21 @@ def test_a_state_that_is_spoilt_between_two_steps_shows(dense, mistake):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"dt_bias": torch.zeros(8)}, {"conv_bias": None}, {"skip": torch.zeros(8)}, {"norm_heads": 0}],
-    ids=lambda one: next(iter(one)),
+    ("pattern", "changes"),
+    [
+        ("granite, dense", {"dt_bias": torch.zeros(8)}),
+        ("granite, dense", {"conv_bias": None}),
+        ("granite, dense", {"skip": torch.zeros(8)}),
+        ("granite, dense", {"norm_heads": 0}),
+        ("kimi", {"dt_bias": torch.zeros(4, 32)}),
+        ("kimi", {"a_log": torch.zeros(4)}),
+    ],
 )
-def test_a_part_of_mamba2_that_is_left_out_shows(changes, tmp_path):
-    layout = stated(save_hybrid(tmp_path, "granite, dense"))
+def test_a_part_that_is_left_out_shows(pattern, changes, tmp_path):
+    layout = stated(save_hybrid(tmp_path, pattern))
     layers = [replace(one, state=replace(one.state, **changes)) if one.state else one for one in layout.layers]
     runner = Runner(replace(layout, layers=tuple(layers)))
-    expected = made("granite, dense")(torch.tensor(IDS[:1]), use_cache=False).logits[0]
+    expected = made(pattern)(torch.tensor(IDS[:1]), use_cache=False).logits[0]
     assert excess(runner.run(90), expected) > 1000 * TOLERANCE
     runner.executor.close()
 
@@ -273,6 +279,19 @@ def test_decays_in_bfloat16_would_show(dense, monkeypatch):
     monkeypatch.setattr(reference, "delta_rule", rounded)
     wrong = Reference(dense, dtype=torch.float64).run_model(torch.tensor(IDS[0]))
     ours = Runner(dense)
+    assert excess(ours.run(90), wrong) > 10 * TOLERANCE
+    ours.executor.close()
+
+
+def test_one_decay_for_all_keys_of_a_head_would_show(tmp_path, monkeypatch):
+    exact, layout = reference.delta_rule, stated(save_hybrid(tmp_path, "kimi"))
+
+    def averaged(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, **how: bool) -> Tensor:
+        return exact(q, k, v, decay.mean(-1), rate, **how)
+
+    monkeypatch.setattr(reference, "delta_rule", averaged)
+    wrong = Reference(layout, dtype=torch.float64).run_model(torch.tensor(IDS[0]))
+    ours = Runner(layout)
     assert excess(ours.run(90), wrong) > 10 * TOLERANCE
     ours.executor.close()
 

@@ -104,6 +104,16 @@ DEEPSEEK = {
     "moe_intermediate_size": 64,
     "first_k_dense_replace": 1,
 }
+KIMI = {
+    "model_type": "kimi_linear",
+    "hidden_size": 2304,
+    "num_attention_heads": 32,
+    "intermediate_size": 256,
+    "num_experts": 8,
+    "num_experts_per_token": 4,
+    "moe_intermediate_size": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 LATENTS: dict[str, tuple[dict[str, Any], int]] = {
     "GLM-4.7-Flash": (FLASH, 1),
     "GLM-4.7-Flash, one of 4": (FLASH, 4),
@@ -283,6 +293,17 @@ def test_layers_of_real_width_with_latents_are_those_of_the_reference(case, tmp_
     attention = layout.layers[0].attention
     assert isinstance(attention, LatentAttention)
     assert (attention.num_heads, attention.key_dim) == (changes["num_attention_heads"] // size, 576)
+    assert_layers_are_right(layout)
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 8])
+def test_layers_of_the_width_of_kimi_linear_are_those_of_the_reference(size, tmp_path):
+    layout = share(tmp_path, KIMI, size)
+    net, latent = layout.layers[0].state, layout.layers[1].attention
+    assert isinstance(net, GatedDeltaNet)
+    assert (net.num_value_heads, net.key_dim, net.value_dim, net.gate_inputs) == (32 // size, 128, 128, 256)
+    assert isinstance(latent, LatentAttention)
+    assert (latent.num_heads, latent.key_dim, latent.rotary) == (32 // size, 576, None)
     assert_layers_are_right(layout)
 
 

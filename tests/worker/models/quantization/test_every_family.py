@@ -21,12 +21,13 @@ from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.stated_layout import read_stated
 from tests.fake_group import run_ranks
 from tests.parity.families import NOT_SPLIT, save_tiny_model, settings_of
-from tests.parity.hybrids import save_hybrid
+from tests.parity.hybrids import PATTERNS, save_hybrid
 from tests.worker.models.layouts import differences
 from tests.worker.models.quantization.folders import LAYOUTS, Written, quantized
 from tests.worker.models.test_int8 import numbers_of_units
 
 HYBRIDS = {
+    "kimi_linear": "kimi",
     "lfm2": "conv, attention, conv",
     "lfm2_moe": "conv, mixture",
     "qwen3_5_text": "dense",
@@ -46,6 +47,7 @@ WIDER: dict[str, Any] = {
 
 TURNS: dict[str, dict[str, Any]] = {
     **{name: {"head_dim": 16} for name in ("gpt_neox", "helium", "olmoe", "stablelm")},
+    "kimi_linear": {"kv_lora_rank": 32, "linear_num_heads": 4},
     **{name: {"q_lora_rank": 32, "kv_lora_rank": 32} for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
     "bamba": {"mamba_d_head": 32},
     "granitemoehybrid": {"mamba_d_head": 32, "shared_intermediate_size": 128},
@@ -75,6 +77,7 @@ OF_THREE: dict[str, Any] = {
     **dict.fromkeys(("num_attention_heads", "mamba_n_heads", "mamba_num_heads", "num_heads"), 6),
     "num_key_value_heads": 3,
     "n_groups": 3,
+    "linear_num_heads": 6,
     "linear_num_key_heads": 6,
     "linear_num_value_heads": 12,
 }
@@ -84,7 +87,7 @@ OF_THREE: dict[str, Any] = {
 @cache
 def source_of(family: str, folder: Path, *, of_three: bool) -> Path:
     """A tiny model of the family."""
-    own = settings_of(family)[1]
+    own = {**settings_of(family)[1], **(PATTERNS[HYBRIDS[family]][1] if family in HYBRIDS else {})}
     changes = {**WIDER, **TURNS.get(family, {})}
     if of_three:
         heads = own.get("num_key_value_heads")

@@ -104,8 +104,9 @@ struct NativeShortConv {
 // keys and values. Its output is the layer's.
 struct NativeRecurrence {
   NativeLinear inputs;  // outputs: queries and keys of all key heads, values, then b and a, or dt, and z of all value heads
+  NativeLinear gates;   // of a decay for each key (Kimi): from the last outputs of `inputs`, a of each key, then z; or none
   const float *kernel, *conv_bias;  // of the convolution: [width][channels of queries, keys and values]; [channels] or null
-  const float *a_log, *dt_bias;     // [value heads]
+  const float *a_log, *dt_bias;     // [value heads], but for dt_bias [value heads][keys] of a decay for each key
   const float* skip;                // [value heads], of Mamba2; null: Gated DeltaNet
   NativeNorm norm;                  // over the values of a head; of Mamba2 weights of all heads
   float dt_scale, z_scale;          // multiply dt, or a, and z
@@ -115,6 +116,7 @@ struct NativeRecurrence {
   int unit_heads, heads_per_slice;  // value heads of a unit, see `recurrence_task.h`; of a slice of the output's inputs
   int norm_heads;  // of Mamba2: heads that are normed together, more than this rank's where ranks share them; 0: no norm
   int norm_groups, first_group;  // groups of the whole model, and this rank's first
+  int gate_inputs;               // outputs of `inputs` that `gates` takes, behind b
 };
 
 // What multi-head latent attention has beside `qkv` and `output` (`latent_attention.h`): one key of all heads, [latent][rope],

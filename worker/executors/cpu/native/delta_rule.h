@@ -4,6 +4,8 @@
 //   write = rate (v - decay S0^T k)   the gated delta rule
 //   write = rate v                    the state space of Mamba2, which also adds skip v to `out`
 //
+// The decay is one number of a head, or one of each key (Kimi Delta Attention): then decay S0^T k = S0^T (decay k).
+//
 // A state of a head lies in tiles of 32 columns, [tiles][keys][32] float32, so that one stays in the first cache while tokens
 // pass it. A lane is a column: sums over keys run inside a lane, in chains of 32 fused multiply-adds from +0, added from first
 // to last. So the bits are the same for any width of vectors, and for any tokens that come in the same call. The next token's
@@ -26,11 +28,10 @@ template <int N> HF_INLINE void recall(const float* state, const float* k, int k
     for (int c = 0; c < N; c++) memory[c] = from ? memory[c] + sum[c] : sum[c];
   }
 }
-// S = decay S + k (x) write; out = S^T q; where a token follows, memory = S^T (its k), which lies behind `k`.
-template <int N, bool IS_LAST>
-HF_INLINE void advance(float* state, const float* k, const float* q, int keys, Lanes decay, const Lanes write[N],
-                       Lanes out[N], Lanes memory[N]) {
-  const float* next = k + (IS_LAST ? 0 : keys);
+// S = decay S + k (x) write; out = S^T q; where a token follows, memory = S^T (its k), which is `next`. `decays` [keys], or null.
+template <int N, bool IS_LAST, bool BY_KEY>
+HF_INLINE void advance(float* state, const float* k, const float* q, int keys, Lanes decay, const float* decays,
+                       const Lanes write[N], const float* next, Lanes out[N], Lanes memory[N]) {
   for (int from = 0; from < keys; from += KEY_CHAIN) {
     const int end = from + KEY_CHAIN < keys ? from + KEY_CHAIN : keys;
     Lanes sum[N], seen[N];
@@ -39,7 +40,7 @@ HF_INLINE void advance(float* state, const float* k, const float* q, int keys, L
     for (int i = from; i < end; i++)
       for (int c = 0; c < N; c++) {
         float* at = state + i * STATE_COLUMNS + c * 16;
-        Lanes s = fma(all(k[i]), write[c], decay * load(at));
+        Lanes s = fma(all(k[i]), write[c], (BY_KEY ? all(decays[i]) : decay) * load(at));
         store(at, s);
         sum[c] = fma(all(q[i]), s, sum[c]);
         if (!IS_LAST) seen[c] = fma(all(next[i]), s, seen[c]);
@@ -52,24 +53,28 @@ HF_INLINE void advance(float* state, const float* k, const float* q, int keys, L
 }
 
 // Rows of one head: q, k [count][keys], v and out [count][stride]; decay and rate of each token; the head's skip, or null for
-// the delta rule.
+// the delta rule. With a decay for each key, `decay` is [count][keys], and `faded` has decay k; else `faded` is null.
 struct HeadTokens {
-  const float *q, *k, *v, *decay, *rate;
+  const float *q, *k, *faded, *v, *decay, *rate;
   float* out;
   long stride;
   int keys, count;
   const float* skip;
 };
 
-template <int N> HF_INLINE void delta_columns(float* state, const HeadTokens& t, int column) {
+template <int N, bool BY_KEY> HF_INLINE void delta_columns(float* state, const HeadTokens& t, int column) {
   Lanes memory[N], write[N], read[N];
-  recall<N>(state, t.k, t.keys, memory);
+  const float* seen = BY_KEY ? t.faded : t.k;
+  recall<N>(state, seen, t.keys, memory);
   for (int i = 0; i < t.count; i++) {
-    const float *k = t.k + (long)i * t.keys, *q = t.q + (long)i * t.keys, *v = t.v + i * t.stride + column;
-    const Lanes decay = all(t.decay[i]), rate = all(t.rate[i]);
-    for (int c = 0; c < N; c++) write[c] = rate * minus_fma(decay, memory[c], load(v + c * 16));
-    if (i + 1 < t.count) advance<N, false>(state, k, q, t.keys, decay, write, read, memory);
-    else advance<N, true>(state, k, q, t.keys, decay, write, read, memory);
+    const long at = (long)i * t.keys;
+    const float *k = t.k + at, *q = t.q + at, *v = t.v + i * t.stride + column, *next = seen + at + t.keys;
+    const float* decays = BY_KEY ? t.decay + at : nullptr;
+    const Lanes decay = all(BY_KEY ? 1.0f : t.decay[i]), rate = all(t.rate[i]);
+    for (int c = 0; c < N; c++)
+      write[c] = rate * (BY_KEY ? load(v + c * 16) - memory[c] : minus_fma(decay, memory[c], load(v + c * 16)));
+    if (i + 1 < t.count) advance<N, false, BY_KEY>(state, k, q, t.keys, decay, decays, write, next, read, memory);
+    else advance<N, true, BY_KEY>(state, k, q, t.keys, decay, decays, write, next, read, memory);
     for (int c = 0; c < N; c++) store(t.out + i * t.stride + column + c * 16, read[c]);
   }
 }
@@ -79,14 +84,15 @@ template <int N> HF_INLINE void space_columns(float* state, const HeadTokens& t,
   for (int i = 0; i < t.count; i++) {
     const float *k = t.k + (long)i * t.keys, *q = t.q + (long)i * t.keys, *v = t.v + i * t.stride + column;
     for (int c = 0; c < N; c++) write[c] = all(t.rate[i]) * load(v + c * 16);
-    advance<N, true>(state, k, q, t.keys, all(t.decay[i]), write, read, none);
+    advance<N, true, false>(state, k, q, t.keys, all(t.decay[i]), nullptr, write, k, read, none);
     for (int c = 0; c < N; c++)
       store(t.out + i * t.stride + column + c * 16, fma(all(*t.skip), load(v + c * 16), read[c]));
   }
 }
 
 template <int N> HF_INLINE void columns_pass(float* state, const HeadTokens& tokens, int column) {
-  return tokens.skip ? space_columns<N>(state, tokens, column) : delta_columns<N>(state, tokens, column);
+  if (tokens.skip) return space_columns<N>(state, tokens, column);
+  return tokens.faded ? delta_columns<N, true>(state, tokens, column) : delta_columns<N, false>(state, tokens, column);
 }
 
 // All tokens pass a tile of a state, columns [column, column + 32). Where registers are few and several tokens come, halves
@@ -116,11 +122,15 @@ HF_INLINE void scale_row(float* x, int n, float by) {
 }
 // x over its length, times `by`.
 HF_INLINE void unit_row(float* x, int n, float by) { scale_row(x, n, by / square_root(sum_of_squares(x, n) + 1e-6f)); }
-// An RMSNorm of x [n], then times SiLU of `gate`, a block of 16 at a time.
+// An RMSNorm of x [n], then times SiLU of `gate`, or its sigmoid, a block of 16 at a time.
 template <class Put>
-HF_INLINE void gated_norm(const float* x, const float* gate, const float* weight, float eps, int n, Put&& put) {
+HF_INLINE void gated_norm(const float* x, const float* gate, bool is_sigmoid, const float* weight, float eps, int n,
+                          Put&& put) {
   Lanes inverse = all(1.0f / square_root(sum_of_squares(x, n) / (float)n + eps));
-  for (int i = 0; i < n; i += 16) put(i, load(x + i) * inverse * load(weight + i) * silu_of(load(gate + i)));
+  for (int i = 0; i < n; i += 16) {
+    const Lanes z = load(gate + i);
+    put(i, load(x + i) * inverse * load(weight + i) * (is_sigmoid ? sigmoid_of(z) : silu_of(z)));
+  }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 //   q, k, v = SiLU(conv(x W)), of DeltaNet q and k over their lengths, q / sqrt(keys);
 //   decay = exp(-exp(a_log) time), time = softplus(a + dt_bias);  the recurrence (`delta_rule.h`);
 //   DeltaNet: rate = sigmoid(b);  out = norm(o) SiLU(z), normed over each head
+//   Kimi: the same with a decay for each key, a and z from a second product, and out = norm(o) sigmoid(z)
 //   Mamba2: rate = time;  out = norm(o SiLU(z)), normed over a group of heads, which several ranks may share
 //
 // All of it is float32 until `out` is rounded. What a slot holds is in `recurrence_task.h`.
@@ -16,6 +17,23 @@ template <class W> bool Decoder<W>::recur(const NativeLayer& l, Thread& t) {
   const RecurrenceSizes sizes(*l.recurrence);
   return holdfast::tasks(t.run, step.num_sequences * sizes.units,
                          [&](int i) { recurrence_unit(l, t.own.recurrence, i / sizes.units, i % sizes.units); });
+}
+
+// Of a decay for each key: the gates of all keys and z, from the last outputs of the first product, behind those.
+template <class W> bool Decoder<W>::project_gates(Thread& t, const NativeRecurrence& net) {
+  const RecurrenceSizes sizes(net);
+  const int inputs = sizes.channels + net.value_heads, outputs = inputs + net.gate_inputs;
+  auto round_into = [&](Buffer<Input>& out, int r) { put_rounded(out.row(r), projected.row(r) + inputs, net.gate_inputs); };
+  const bool for_itself = t.num_rows <= OWN_NORM_ROWS;  // as in `normed`
+  Buffer<Input>& of_rows = for_itself ? t.own.query_rows : query_rows;
+  if (for_itself)
+    for (int r = 0; r < t.num_rows; r++) round_into(of_rows, r);
+  else if (!row_tasks(t.run, t.num_rows, [&](int r) { round_into(of_rows, r); })) return false;
+  return linear(t, net.gates, {of_rows.data, of_rows.stride}, t.num_rows,
+                [&](int g, int first, int count, const float* sums) {
+                  for (int r = 0; r < count; r++)
+                    memcpy(projected.row(first + r) + outputs + g * GROUP, sums + r * GROUP, GROUP * sizeof(float));
+                });
 }
 
 template <class W>
@@ -47,6 +65,7 @@ void Decoder<W>::recurrence_run(const NativeLayer& l, RecurrenceRoom& room, cons
                                 int count, bool is_draft) {
   const NativeRecurrence& net = task.net;
   const int keys = net.key_dim, filled = task.sizes.filled;
+  const bool by_key = net.gates.groups;
   convolved(task, task.queries(), keys, from, count, room.q.data, keys);
   convolved(task, task.keys(), keys, from, count, room.k.data, keys);
   for (int t = 0; t < count && !net.skip; t++) {
@@ -54,10 +73,12 @@ void Decoder<W>::recurrence_run(const NativeLayer& l, RecurrenceRoom& room, cons
     unit_row(room.k.data + t * keys, keys, 1.0f);
   }
   for (int h = task.first; h < task.first + task.sizes.heads; h++) {
-    const HeadTokens tokens = {room.q.data,   room.k.data, room.v.data, room.decay, room.rate,
-                               room.out.data, filled,      keys,        count,      net.skip ? net.skip + h : nullptr};
+    const HeadTokens tokens = {room.q.data, room.k.data,   room.faded.data, room.v.data, by_key ? room.decays.data : room.decay,
+                               room.rate,   room.out.data, filled,          keys,        count,
+                               net.skip ? net.skip + h : nullptr};
     convolved(task, task.values(h), net.value_dim, from, count, room.v.data, filled);
-    decays_and_rates(task, h, from, count, room.decay, room.rate);
+    if (by_key) decays_of_keys(task, h, from, count, room.k.data, room.decays.data, room.faded.data, room.rate);
+    else decays_and_rates(task, h, from, count, room.decay, room.rate);
     for (int column = 0; column < filled; column += STATE_COLUMNS) {
       float* tile = task.state(h) + (long)column * keys;
       if (is_draft) tile = (float*)memcpy(room.tile.data, tile, (long)keys * STATE_COLUMNS * sizeof(float));
@@ -79,7 +100,7 @@ void Decoder<W>::put_head(const NativeLayer& l, const RecurrenceTask& task, int 
     return;
   }
   Input* out = mixed_head(l, task.seq.first_row + position - task.seq.first_position, h);
-  gated_norm(from, z, net.norm.weight, net.norm.eps, net.value_dim, [&](int i, Lanes v) { store(out + i, v); });
+  gated_norm(from, z, net.gates.groups, net.norm.weight, net.norm.eps, net.value_dim, [&](int i, Lanes v) { store(out + i, v); });
 }
 
 // Where value head h of a row goes among the inputs of the layer's output: in its slice, behind the heads of attention.

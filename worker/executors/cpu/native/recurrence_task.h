@@ -33,7 +33,7 @@ struct RecurrenceSizes {
         units(net.value_heads / net.unit_heads),
         channels(2 * net.key_heads * net.key_dim + net.value_heads * net.value_dim),
         filled((int)filled_to(net.value_dim, STATE_COLUMNS)),
-        gates(net.skip ? 1 : 2),
+        gates(net.skip ? 1 : net.gates.groups ? 1 + net.key_dim : 2),
         unit_row(2 * net.key_dim + (long)heads * (net.value_dim + gates)),
         row(filled_to(units * unit_row, 16)),
         head_states((long)net.key_dim * filled),
@@ -42,10 +42,14 @@ struct RecurrenceSizes {
 
 // What a thread needs for a run of tokens of one unit.
 struct RecurrenceRoom {
-  Buffer<float> q, k, v, out, tile;
+  Buffer<float> q, k, v, out, tile, decays, faded;  // the last two of a decay for each key
   float decay[RECURRENCE_RUN], rate[RECURRENCE_RUN];
-  long keys = 0, values = 0;
+  long keys = 0, values = 0, decaying = 0;
   void make(const NativeRecurrence& net, const RecurrenceSizes& sizes) {
+    if (net.gates.groups && net.key_dim > decaying) {
+      decaying = net.key_dim;
+      decays = Buffer<float>(1, RECURRENCE_RUN * decaying), faded = Buffer<float>(1, RECURRENCE_RUN * decaying);
+    }
     if (net.key_dim <= keys && sizes.filled <= values) return;
     keys = std::max(keys, (long)net.key_dim), values = std::max(values, (long)sizes.filled);
     q = Buffer<float>(1, RECURRENCE_RUN * keys), k = Buffer<float>(1, RECURRENCE_RUN * keys);
@@ -85,8 +89,12 @@ struct RecurrenceTask {
     return {sizes.channels + (long)which * net.value_heads + h,
             2L * net.key_dim + sizes.heads * (net.value_dim + which) + h - first};
   }
+  InputPlace gates_of_keys(int h) const {
+    return {sizes.channels + net.value_heads + net.gate_inputs + (long)h * net.key_dim,
+            2L * net.key_dim + sizes.heads * (net.value_dim + 1) + (long)(h - first) * net.key_dim};
+  }
   float* z(int position, int h) const {
-    return own(position) + sizes.channels + sizes.gates * net.value_heads + h * net.value_dim;
+    return own(position) + sizes.channels + net.gate_inputs + sizes.gates * net.value_heads + h * net.value_dim;
   }
   float* state(int h) const { return states + STATE_HEADER + (h - first) * sizes.head_states; }
   int position_of_states() const {
@@ -122,6 +130,24 @@ HF_INLINE void decays_and_rates(const RecurrenceTask& task, int h, int from, int
   }
 }
 
+// Rates of value head h, a decay for each key [count][keys], and the head's keys times those.
+HF_INLINE void decays_of_keys(const RecurrenceTask& task, int h, int from, int count, const float* k, float* decays,
+                              float* faded, float* rate) {
+  const NativeRecurrence& net = task.net;
+  const Lanes strength = zero() - exp_of(all(net.a_log[h]));
+  for (int t = 0; t < count; t++) {
+    const float* a = task.input(from + t, task.gates_of_keys(h));
+    for (int i = 0; i < net.key_dim; i += 16) {
+      const long at = (long)t * net.key_dim + i;
+      const Lanes decay = exp_of(strength * softplus_of(load(a + i) + load(net.dt_bias + (long)h * net.key_dim + i)));
+      store(decays + at, decay), store(faded + at, decay * load(k + at));
+    }
+    alignas(64) float b[16] = {*task.input(from + t, task.gates(0, h))};
+    store(b, sigmoid_of(load(b)));
+    rate[t] = b[0];
+  }
+}
+
 // The rows that a later step may need, of this unit's channels.
 inline void keep_rows(const RecurrenceTask& task) {
   const NativeRecurrence& net = task.net;
@@ -130,7 +156,9 @@ inline void keep_rows(const RecurrenceTask& task) {
     auto keep = [&](InputPlace at, int n) { memcpy(task.kept(p) + at.kept, task.own(p) + at.own, n * sizeof(float)); };
     keep(task.queries(), net.key_dim), keep(task.keys(), net.key_dim);
     keep(task.values(task.first), heads * net.value_dim);
-    for (int g = 0; g < task.sizes.gates; g++) keep(task.gates(g, task.first), heads);
+    if (net.gates.groups) keep(task.gates(0, task.first), heads), keep(task.gates_of_keys(task.first), heads * net.key_dim);
+    else
+      for (int g = 0; g < task.sizes.gates; g++) keep(task.gates(g, task.first), heads);
   }
 }
 

@@ -17,9 +17,16 @@ namespace {
 
 enum { NORM_ROWS = 8, OWN_NORM_ROWS = 2, HEAD_ROWS = 128, SPIN_FOR_PEERS = 2000, COPIED = 1 << 14 };
 
-// What rows of latent attention take, of all layers.
+// What rows of second products take, of all layers: those of latent attention, and gates of each key of a recurrence.
 struct LatentSizes {
   int query_rows = 0, head_queries = 0, plain = 0, weighed = 0;
+  // Returns the numbers of a row of the recurrence's inputs, with those of its gates.
+  int add(const NativeRecurrence& net) {
+    if (!net.gates.groups) return net.inputs.groups * GROUP;
+    query_rows = std::max(query_rows, net.gate_inputs);
+    const int before = RecurrenceSizes(net).channels + net.value_heads + net.gate_inputs;
+    return std::max(net.inputs.groups * GROUP, before + net.gates.groups * GROUP);
+  }
   void add(const NativeLayer& l) {
     const NativeLatent& latent = *l.latent;
     if (latent.queries.groups) query_rows = std::max(query_rows, latent.query_outputs);
@@ -44,7 +51,7 @@ template <class W> class Decoder {
       const NativeLayer& l = m.layers[i];
       if (keeps_state(l)) {
         has_states = true;
-        qkv = std::max(qkv, (l.conv ? l.conv->inputs : l.recurrence->inputs).groups * GROUP);
+        qkv = std::max(qkv, l.conv ? l.conv->inputs.groups * GROUP : latents.add(*l.recurrence));
       }
       kind_of.push_back(-1);
       if (attends(l)) {
@@ -74,7 +81,7 @@ template <class W> class Decoder {
     h = Buffer<Input>(rows, m.hidden), h2 = Buffer<Input>(rows, m.hidden);
     projected = Buffer<float>(rows, qkv), queries = Buffer<Input>(rows, heads);
     attention_out = Buffer<Input>(rows, attended), inner_rows = Buffer<Input>(rows * moe_rows, inner);
-    if (latents.weighed) make_latent_rows(latents);
+    make_latent_rows(latents);
     if (m.inputs) {
       const long filled = (m.inputs->dim + GROUP - 1) / GROUP * GROUP;
       own_inputs = Buffer<float>(rows, filled * m.num_layers), gated_inputs = Buffer<Input>(rows, filled);
@@ -185,7 +192,7 @@ template <class W> class Decoder {
       return of_experts.data();
     }
     Local(int hidden, const LatentSizes& latents) : normed(OWN_NORM_ROWS, hidden), head(2, MAX_HEAD) {
-      if (!latents.weighed) return;
+      if (!latents.weighed && !latents.query_rows) return;
       query_rows = Buffer<Input>(OWN_NORM_ROWS, latents.query_rows), head_rows = Buffer<Input>(HEAD_ROWS, latents.plain);
     }
   };
@@ -359,7 +366,9 @@ template <class W> class Decoder {
   bool expand_values(Thread& t, const NativeLayer& l);
   void list_positions(int num_sequences);
   void make_latent_rows(const LatentSizes& sizes) {
-    query_rows = Buffer<Input>(m.max_rows, sizes.query_rows), weighed = Buffer<Input>(m.max_rows, sizes.weighed);
+    if (sizes.query_rows) query_rows = Buffer<Input>(m.max_rows, sizes.query_rows);
+    if (!sizes.weighed) return;
+    weighed = Buffer<Input>(m.max_rows, sizes.weighed);
     head_queries = Buffer<float>(m.max_rows, sizes.head_queries);
   }
 
@@ -377,6 +386,7 @@ template <class W> class Decoder {
 
   enum { MAX_NORM_PARTS = 1024 };
   bool recur(const NativeLayer& l, Thread& t);
+  bool project_gates(Thread& t, const NativeRecurrence& net);
   void recurrence_unit(const NativeLayer& l, RecurrenceRoom& room, int sequence, int unit);
   void recurrence_run(const NativeLayer& l, RecurrenceRoom& room, const RecurrenceTask& task, int from, int count,
                       bool is_draft);
