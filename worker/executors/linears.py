@@ -36,6 +36,11 @@ class Linear:
     expert's `down`: part of the first slice, and so of the first rank; zeros on the others."""
 
     @property
+    def stored(self) -> tuple[StoredMatrix, ...]:
+        """The parts that are units, or codes on no device."""
+        return tuple(part for part in self.parts if isinstance(part, StoredMatrix))
+
+    @property
     def out_features(self) -> int:
         return sum(int(weight.shape[0]) for weight in self.parts)
 

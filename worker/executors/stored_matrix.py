@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.executors.coded import CodedRows, CodeForm, UnitForm, Units
@@ -16,6 +18,20 @@ from holdfast.worker.executors.mapped_files import discard_contents
 
 AT_ONCE: Final = 2**18
 """Numbers that are dequantized together: few enough to stay in a core's cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesAndScales:
+    """Rows of a matrix whose numbers are (code - zero point) * scale in float32, rounded once to the served type."""
+
+    codes: Tensor
+    """[rows, columns], of a type of eight bits."""
+    ends: NDArray[np.int64]
+    """[runs]: the column past the last of each run of columns that share a scale and a zero point."""
+    scales: Tensor
+    """[rows, runs], float32."""
+    zeros: Tensor
+    """The same of zero points."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +57,10 @@ class StoredMatrix(ABC):
     @abstractmethod
     def numbers(self, first: int, last: int) -> Tensor:
         """Numbers of these rows of the matrix in the range's columns, float32."""
+
+    def bytes_and_scales(self, first: int, last: int) -> BytesAndScales | None:
+        """Codes and scales of the numbers of these rows, if each is a code of eight bits with a scale; else None."""
+        return None
 
     @property
     def unit_form(self) -> UnitForm | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
-from holdfast.worker.executors.coded import UNIT
+from holdfast.worker.executors.coded import UNIT, CodeKind
 from holdfast.worker.executors.layout_arithmetic import slices_of_rank
 from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.stored_matrix import StoredMatrix
@@ -152,8 +152,13 @@ class RankShare:
         return self._kept is Kept.UNITS and is_fit
 
     def _are_codes(self, share: StoredMatrix) -> bool:
-        """Whether the executor may multiply it by its codes."""
-        return self._kept is Kept.CODES and share.code_form is not None
+        """Whether the executor takes it by its codes. On CPUs it packs numbers of them, one piece at a time: of those
+        that are floating-point.
+        """
+        form = share.code_form
+        if self._kept is Kept.UNITS:
+            return form is not None and form.kind in (CodeKind.E4M3, CodeKind.E5M2)
+        return self._kept is Kept.CODES and form is not None
 
     def numbers(self, share: Weight) -> Tensor:
         """Numbers in the served dtype."""

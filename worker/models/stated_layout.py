@@ -349,7 +349,8 @@ def _values_from_keys(linear: Linear) -> Linear:
     bias = linear.bias
     if bias is not None:
         bias = torch.cat((bias, bias[-int(linear.parts[-1].shape[0]) :]))
-    return Linear(weights=(*linear.weights, *linear.weights[-1:]), units=(*linear.units, *linear.units[-1:]), bias=bias)
+    weights, units, codes = ((*parts, *parts[-1:]) for parts in (linear.weights, linear.units, linear.codes))
+    return Linear(weights=weights, units=units, codes=codes, bias=bias)
 
 
 def _by_kind(linear: Linear, head_dim: int) -> Linear:

@@ -130,7 +130,7 @@ def slices_beside(attention: Attention, mamba: Mamba2, dtype: torch.dtype) -> tu
     assert theirs is not None, "each is built with its own"
     if attention.num_slices != mamba.num_slices:
         raise NotStated("attention and Mamba2 beside each other have other numbers of slices")
-    numbers = [one.units[0].to(dtype) if one.units else one.weights[0] for one in (ours, theirs)]
+    numbers = [(*one.weights, *(stored.to(dtype) for stored in one.stored))[0] for one in (ours, theirs)]
     parts = [one.reshape(len(one), attention.num_slices, -1) for one in numbers]
     biases = [one.bias for one in (ours, theirs) if one.bias is not None]
     bias = torch.stack(biases).sum(0) if biases else None

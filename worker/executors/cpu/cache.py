@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import IntArray, StepBatch
-from holdfast.worker.executors.cpu.part_packing import DTYPES
 from holdfast.worker.executors.cpu.prefault import KvPrefault, Pages
 from holdfast.worker.executors.cpu.tile_memory import address_of
+from holdfast.worker.executors.cpu.weight_codes import DTYPES
 from holdfast.worker.executors.kv_cache import BlockBytes, Bytes, KVSpec
 from holdfast.worker.model_info import TILE_TOKENS, Window
 

@@ -148,6 +148,8 @@ def _declared(library: CDLL) -> CDLL:
     _declare(library, "native_largest", c_int, c_void_p, c_int, c_long, c_long, c_long, c_void_p)
     rounded = (c_void_p, c_int, c_long, c_long, c_long, c_void_p, c_int, c_void_p)
     _declare(library, "native_round_codes", None, *rounded)
+    numbers = (c_void_p, c_long, c_long, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p)
+    _declare(library, "native_numbers", None, *numbers)
     _declare(library, "native_places", None, c_int, c_void_p)
     _declare(library, "native_decoder_create", c_void_p, POINTER(NativeModel), c_int, c_void_p)
     _declare(library, "native_decoder_destroy", c_int, c_void_p)

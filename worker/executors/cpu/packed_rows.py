@@ -1,6 +1,8 @@
 """Rows of packed linears: the output of a linear that each packed row is, biases, addresses, and parts of a router."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -8,7 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.worker.executors.cpu.weight_codes import put_numbers
 from holdfast.worker.executors.linears import Linear
+from holdfast.worker.executors.stored_matrix import AT_ONCE, StoredMatrix, for_all
 
 IntArray = NDArray[np.int64]
 
@@ -50,6 +54,49 @@ def row_addresses(weights: Sequence[Tensor]) -> IntArray:
         for weight in weights
     ]
     return np.concatenate(rows)
+
+
+def put_rows(weights: Sequence[StoredMatrix], rows: IntArray, out: Tensor) -> IntArray:
+    """Writes the numbers of some rows of stacked weights to the first rows of `out`, on all threads. Returns the
+    address of each; 0: it is a row of zeros, and nothing was written.
+    """
+    addresses = np.zeros(len(rows), dtype=np.int64)
+    for weight, own, places in rows_of_each(weights, rows):
+        runs = runs_of(own, max(1, AT_ONCE // weight.shape[1]))
+        for_all(partial(_put_run, weight, own, places, out, runs), range(len(runs)))
+        addresses[places] = out.data_ptr() + places * out.stride(0) * out.itemsize
+    return addresses
+
+
+def _put_run(
+    weight: StoredMatrix, own: IntArray, places: IntArray, out: Tensor, runs: list[tuple[int, int]], number: int
+) -> None:
+    start, end = runs[number]
+    first = weight.rows[0] + int(own[start])
+    last, places = first + end - start, places[start:end]
+    coded = weight.bytes_and_scales(first, last)
+    if coded is None:
+        out[torch.from_numpy(places)] = weight.numbers(first, last).to(out.dtype)
+    else:
+        put_numbers(coded, out, places)
+
+
+def rows_of_each(weights: Sequence[StoredMatrix], rows: IntArray) -> Iterator[tuple[StoredMatrix, IntArray, IntArray]]:
+    """Each of some stacked weights, those of its own rows that are among `rows`, ascending, and their places there.
+    Rows of padding are none.
+    """
+    first = 0
+    for weight in weights:
+        places = np.flatnonzero((rows >= first) & (rows < first + weight.rows[1] - weight.rows[0]))
+        places = places[np.argsort(rows[places], kind="stable")]
+        yield weight, rows[places] - first, places
+        first += len(weight)
+
+
+def runs_of(own: IntArray, most: int) -> list[tuple[int, int]]:
+    """Places in `own` from which to which numbers follow one another; `most` at a time."""
+    ends = [*(np.flatnonzero(np.diff(own) != 1) + 1), len(own)] if len(own) else []
+    return [(at, min(at + most, end)) for start, end in pairwise([0, *ends]) for at in range(start, end, most)]
 
 
 _MOST_PARTS: Final = 3

@@ -15,7 +15,7 @@ from holdfast.worker.executors.cpu.packed_rows import (
     in_dtype,
     padded_places,
 )
-from holdfast.worker.executors.cpu.part_packing import DTYPES, GROUP, PIECE_BYTES, TILE, PartPacker
+from holdfast.worker.executors.cpu.part_packing import GROUP, PIECE_BYTES, TILE, PartPacker
 from holdfast.worker.executors.cpu.states import recurrence_numbers
 from holdfast.worker.executors.cpu.structures import (
     NativeBeside,
@@ -40,6 +40,7 @@ from holdfast.worker.executors.cpu.tile_memory import (
     linears,
     mapped_memory,
 )
+from holdfast.worker.executors.cpu.weight_codes import DTYPES
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.layout import (
     Activation,
@@ -93,7 +94,7 @@ class PackedModel(PartPacker):
         """
         self._spent = FreedWeights(layout) if uses_up else None
         self.dtype = DTYPES[layout.dtype]
-        self._layout_dtype = layout.dtype
+        self._number_type = layout.dtype
         self._max_positions = max_positions
         self._scales_of: dict[QueryScale, int] = {}
         self._library = library
@@ -308,7 +309,7 @@ class PackedModel(PartPacker):
         shared = None if experts.shared is None else self._mlp(experts.shared)
         gate = None if experts.shared_gate is None else self._linear(Linear(weights=(experts.shared_gate,)))
         described = NativeExperts(
-            router=self._linear(in_dtype(experts.router, self._layout_dtype)),
+            router=self._linear(in_dtype(experts.router, self._number_type)),
             experts=packed,
             shared=None if shared is None else ctypes.pointer(shared),
             shared_gate=None if gate is None else ctypes.pointer(gate),

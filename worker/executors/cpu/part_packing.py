@@ -9,11 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.executors.cpu.adapters import Site
 from holdfast.worker.executors.cpu.library import check_outcome
-from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, placed, row_addresses, with_rows
+from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, placed, put_rows, row_addresses, with_rows
 from holdfast.worker.executors.cpu.structures import NativeLinear, NativeNorm, NativeUnits
 from holdfast.worker.executors.cpu.tile_memory import (
     Arena,
@@ -27,6 +28,7 @@ from holdfast.worker.executors.cpu.tile_memory import (
 from holdfast.worker.executors.cpu.unit_packing import PackedUnits, pack_units
 from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.linears import Linear, Norm
+from holdfast.worker.executors.mapped_files import discard_contents
 
 GROUP: Final = 64
 """Outputs that are computed together."""
@@ -34,7 +36,6 @@ TILE: Final = 32
 """Inputs of a tile."""
 PIECE_BYTES: Final = 16 << 20
 """Packed together, and then given back: so much of the weights is in memory twice."""
-DTYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # values of the native enum
 
 
 class PartPacker:
@@ -47,6 +48,8 @@ class PartPacker:
     _library: CDLL
     _pool: int
     _arena: Arena
+    _number_type: torch.dtype
+    """Type of the numbers in tiles."""
     _itemsize: int
     """Bytes of a number in a tile."""
     _kept: list[Any]
@@ -84,8 +87,12 @@ class PartPacker:
         if self._arena.is_packed:
             if self._spent is not None:
                 self._spent.read(linear.weights, slice(None))
+        elif linear.codes:
+            self._pack_codes(linear, rows, memory, slices=slices)
         else:
             self._pack(linear, rows, memory, slices=slices, in_order=in_order)
+        for code in linear.stored if self._spent is not None else ():
+            discard_contents(code.mapped)
         return self._described(linear, rows, slices, slice_tiles, memory)
 
     def _described(
@@ -118,26 +125,45 @@ class PartPacker:
 
     def _pack(self, linear: Linear, rows: IntArray, memory: TileMemory, *, slices: int, in_order: bool) -> None:
         """Writes a linear's tiles to memory, a piece after the other."""
-        slice_length = linear.in_features // slices
-        slice_tiles = -(-slice_length // TILE)
         weights = [with_rows(weight) for weight in linear.weights]
         addresses = row_addresses(weights)
         pointers = np.where(rows == NO_ROW, 0, addresses[rows]).astype(np.uint64)
-        step = _rows_of_piece(slices * slice_tiles * TILE * self._itemsize)
+        step = self._rows_of_piece(linear, slices)
         for weight in () if in_order else weights:
             check_finite(weight)
         for first in range(0, len(rows), step):
             piece = pointers[first : first + step]
             if in_order:
                 check_finite(weights[0][first : first + step])
-            layout = (slices, slice_length, slice_tiles, self.dtype)
-            outcome = self._library.native_pack(self._pool, piece.ctypes.data, len(piece), *layout, memory.room(first))
-            check_outcome(outcome, "the packing of a weight")
-            memory.written(first, len(piece))
+            self._pack_rows(piece, linear.in_features // slices, slices, memory, first)
             if self._spent is not None and in_order:
                 self._spent.read(linear.weights, slice(first, first + step))
         if self._spent is not None and not in_order:
             self._spent.read(linear.weights, slice(None))
+
+    def _pack_codes(self, linear: Linear, rows: IntArray, memory: TileMemory, *, slices: int) -> None:
+        """The same of a linear in codes, whose numbers are made for each piece."""
+        step = self._rows_of_piece(linear, slices)
+        room = torch.zeros(min(step, len(rows)), linear.in_features, dtype=self._number_type)
+        for first in range(0, len(rows), step):
+            own = rows[first : first + step]
+            addresses = put_rows(linear.stored, own, room)
+            check_finite(room[: len(own)])
+            self._pack_rows(addresses.astype(np.uint64), linear.in_features // slices, slices, memory, first)
+
+    def _pack_rows(
+        self, pointers: NDArray[np.uint64], slice_length: int, slices: int, memory: TileMemory, first: int
+    ) -> None:
+        """Writes the tiles of rows `first` onwards, which begin at these addresses."""
+        layout = (slices, slice_length, -(-slice_length // TILE), self.dtype)
+        room = memory.room(first)
+        outcome = self._library.native_pack(self._pool, pointers.ctypes.data, len(pointers), *layout, room)
+        check_outcome(outcome, "the packing of a weight")
+        memory.written(first, len(pointers))
+
+    def _rows_of_piece(self, linear: Linear, slices: int) -> int:
+        row_bytes = slices * -(-(linear.in_features // slices) // TILE) * TILE * self._itemsize
+        return max(1, PIECE_BYTES // (row_bytes * GROUP)) * GROUP
 
     def _embedding(self, table: Tensor, *, is_kept: bool = True) -> int:
         """The table as it is: rows are read from it, in a file or in memory. Unless it `is_kept`, pages of a file that
@@ -166,7 +192,3 @@ class PartPacker:
     def _address(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
         return tensor.data_ptr()
-
-
-def _rows_of_piece(row_bytes: int) -> int:
-    return max(1, PIECE_BYTES // (row_bytes * GROUP)) * GROUP

@@ -16,7 +16,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.executors.cpu.cache import MAX_HEAD_DIM, TiledCache
 from holdfast.worker.executors.cpu.library import check_outcome, load_library
-from holdfast.worker.executors.cpu.part_packing import DTYPES, GROUP, TILE
+from holdfast.worker.executors.cpu.part_packing import GROUP, TILE
 from holdfast.worker.executors.cpu.running_step import array_address
 from holdfast.worker.executors.cpu.structures import (
     KEPT_AS_INT8,
@@ -26,6 +26,7 @@ from holdfast.worker.executors.cpu.structures import (
     NativeStep,
 )
 from holdfast.worker.executors.cpu.tile_memory import Arena
+from holdfast.worker.executors.cpu.weight_codes import DTYPES
 from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.kv_cache import KVSpec
 

@@ -234,7 +234,7 @@ def is_tied(layout: DecoderLayout) -> bool:
     table = layout.embedding
     if table.is_meta:
         return True
-    if layout.head.units:
+    if not layout.head.weights:
         return False
     (head,) = layout.head.weights
     return (head.data_ptr(), head.shape, head.stride()) == (table.data_ptr(), table.shape, table.stride())

@@ -5,16 +5,15 @@ few of them are in memory twice.
 from collections.abc import Sequence
 from ctypes import CDLL, byref
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.executors.coded import SCALE_TYPES, UNIT, Offset, UnitForm, Units
 from holdfast.worker.executors.cpu.library import check_outcome
+from holdfast.worker.executors.cpu.packed_rows import IntArray, rows_of_each, runs_of
 from holdfast.worker.executors.cpu.running_step import array_address
 from holdfast.worker.executors.cpu.structures import NativePanel, NativeUnits
 from holdfast.worker.executors.cpu.tile_memory import Arena
@@ -26,8 +25,6 @@ PIECE_CODES: Final = 4 << 20
 """Codes that are read, a byte each, and then packed."""
 _READ_AT_ONCE: Final = PIECE_CODES // 4
 """Codes that a thread reads together. Most stay in their file: fewer at a time cost more calls than they save."""
-
-IntArray = NDArray[np.int64]
 
 _FROM_LOWEST, _FROM_MIDDLE, _PAIRS = range(3)
 
@@ -120,12 +117,8 @@ class _Piece:
         self._kept: list[object] = []
         self._stored = np.zeros(len(rows), dtype=np.uint8)
         """Form of each row's codes, by its number in `native/packing_units.cpp`."""
-        first = 0
-        for weight in weights:
-            there = weight.rows[1] - weight.rows[0]
-            places = np.flatnonzero((rows >= first) & (rows < first + there))
-            self._read(weight, rows[places] - first, places)
-            first += len(weight)
+        for weight, own, places in rows_of_each(weights, rows):
+            self._read(weight, own, places)
 
     @property
     def addresses(self) -> tuple[int, int, int, int | None, int | None]:
@@ -137,11 +130,7 @@ class _Piece:
 
     def _read(self, weight: StoredMatrix, own: IntArray, places: IntArray) -> None:
         """Rows of a weight, and where in the piece they are: some that follow one another at a time, by all threads."""
-        by_row = np.argsort(own, kind="stable")
-        own, places = own[by_row], places[by_row]
-        ends = [*(np.flatnonzero(np.diff(own) != 1) + 1), len(own)] if len(own) else []
-        step = max(1, _READ_AT_ONCE // weight.shape[1])
-        runs = [(at, min(at + step, end)) for start, end in pairwise([0, *ends]) for at in range(start, end, step)]
+        runs = runs_of(own, max(1, _READ_AT_ONCE // weight.shape[1]))
 
         def read(number: int) -> None:
             start, end = runs[number]

@@ -1,14 +1,18 @@
-"""Codes for weights, made by the native library: of 4 bits, whose scales are searched for the least error, and of 8."""
+"""Codes for weights, made by the native library: of 4 bits, whose scales are searched for the least error, and of 8;
+and numbers of the latter.
+"""
 
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.executors.cpu.library import load_library
-from holdfast.worker.executors.cpu.part_packing import DTYPES
-from holdfast.worker.executors.stored_matrix import AT_ONCE, for_all
+from holdfast.worker.executors.stored_matrix import AT_ONCE, BytesAndScales, for_all
 
+DTYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # values of the native enum
 CODES_OF_WORD: Final = 8  # 4-bit codes in 32 bits
 
 _MOST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -78,3 +82,17 @@ def eight_bit_codes(weights: Tensor, dtype: torch.dtype, columns: tuple[int, int
     if are_odd:
         raise ValueError("a weight is not finite")
     return codes, scales
+
+
+def put_numbers(of: BytesAndScales, out: Tensor, places: NDArray[np.int64]) -> None:
+    """Writes the numbers of some rows to the rows `places` of `out` [., columns], of a dtype of `DTYPES`."""
+    codes, ends = of.codes, of.ends
+    assert codes.stride(1) == 1 == out.stride(1), "numbers of a row are neighbours"
+    assert int(ends[-1]) == codes.shape[1] == out.shape[1], "runs are those of the columns"
+    assert all(grid.is_contiguous() for grid in (of.zeros, of.scales)), "rows of scales follow each other"
+    assert of.scales.shape == of.zeros.shape == (len(codes), len(ends)), "a run has its scales"
+    values = torch.arange(256, dtype=torch.uint8).view(codes.dtype).float()
+    rows = (out.data_ptr() + places * out.stride(0) * out.itemsize).astype(np.uint64)
+    of_runs = ends.ctypes.data, of.zeros.data_ptr(), of.scales.data_ptr(), values.data_ptr()
+    sizes = len(codes), codes.stride(0), len(ends)
+    load_library().native_numbers(codes.data_ptr(), *sizes, *of_runs, DTYPES[out.dtype], rows.ctypes.data)

@@ -6,14 +6,18 @@ of outputs and inputs: each input finds its group in the whole weight's scales, 
 
 from dataclasses import dataclass
 from math import prod
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.worker.executors.coded import SCALE_TYPES, UNIT, CodedRows, CodeForm, CodeKind, Offset, UnitForm, Units
-from holdfast.worker.executors.stored_matrix import StoredMatrix
-from holdfast.worker.models.quantization.codes import Codes, UnsignedCodes
+from holdfast.worker.executors.stored_matrix import BytesAndScales, StoredMatrix
+from holdfast.worker.models.quantization.codes import Codes, PlainCodes, UnsignedCodes
+
+_MOST_RUNS: Final = 1024
+"""Most runs of inputs of one group. More are an order of activations, whose scales are gathered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,17 @@ class QuantizedWeight(StoredMatrix):
         if self.zeros is not None:
             numbers = numbers - self._spread(self.zeros, blocks)
         return numbers * self._spread(self.scales, blocks)
+
+    def bytes_and_scales(self, first: int, last: int) -> BytesAndScales | None:
+        groups = self.groups[slice(*self.columns)].numpy()
+        ends = np.append(np.flatnonzero(np.diff(groups)) + 1, len(groups))
+        if not isinstance(self.codes, PlainCodes) or len(ends) > _MOST_RUNS:
+            return None
+        blocks, at = torch.arange(first, last) // self.block_rows, torch.from_numpy(ends) - 1
+        scales = self._spread(self.scales, blocks, at).contiguous()
+        zeros = torch.zeros_like(scales) if self.zeros is None else self._spread(self.zeros, blocks, at).contiguous()
+        codes = self.codes.stored[first:last, slice(*self.columns)]
+        return BytesAndScales(codes=codes, ends=ends, scales=scales, zeros=zeros)
 
     @property
     def unit_form(self) -> UnitForm | None:
@@ -144,10 +159,15 @@ class QuantizedWeight(StoredMatrix):
         groups = self.groups[slice(*self.columns)].view(-1, UNIT)
         return groups[:, 0] if bool((groups == groups[:, :1]).all()) else None
 
-    def _spread(self, grid: Tensor, blocks: Tensor) -> Tensor:
-        """The value for each number of some rows; one column where all inputs share it."""
+    def _spread(self, grid: Tensor, blocks: Tensor, at: Tensor | None = None) -> Tensor:
+        """The value for each number of some rows, or for those in some of the range's columns; one column where all
+        inputs share it.
+        """
         of_rows = grid[blocks].float()
-        return of_rows if grid.shape[1] == 1 else of_rows[:, self.groups[slice(*self.columns)]]
+        if grid.shape[1] == 1:
+            return of_rows
+        groups = self.groups[slice(*self.columns)]
+        return of_rows[:, groups if at is None else groups[at]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from holdfast.worker.executors.cpu.build import CLASSES, IN_SOFTWARE
 from holdfast.worker.executors.cpu.library import Unavailable, load_library, missing_instructions
 from holdfast.worker.executors.cpu.packed_rows import IntArray
 from holdfast.worker.executors.cpu.packing import PackedModel
-from holdfast.worker.executors.cpu.part_packing import DTYPES, GROUP, PIECE_BYTES, TILE
+from holdfast.worker.executors.cpu.part_packing import GROUP, PIECE_BYTES, TILE
 from holdfast.worker.executors.cpu.tile_memory import Arena, Compactor
+from holdfast.worker.executors.cpu.weight_codes import DTYPES
 from holdfast.worker.executors.linears import Linear
 
 ALL = (*CLASSES, *IN_SOFTWARE)

@@ -9,7 +9,8 @@ import torch
 
 from holdfast.worker.config import ModelConfig, WorkerConfig
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.cpu.weight_codes import eight_bit_codes, searched_codes
+from holdfast.worker.executors.cpu.weight_codes import eight_bit_codes, put_numbers, searched_codes
+from holdfast.worker.executors.stored_matrix import BytesAndScales
 from holdfast.worker.models.compact import compact_tensors
 from holdfast.worker.models.loading import load_model
 from holdfast.worker.models.quantization.codes import PackedCodes
@@ -57,6 +58,25 @@ def test_codes_of_8_bits_are_those_of_the_written_rule(dtype, kind, rule):
     wanted, wanted_scales = getattr(reference, rule)(weight)
     assert np.array_equal(codes.float().numpy(), wanted)
     assert torch.equal(scales, wanted_scales)
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_of_codes_of_8_bits_are_those_of_torch(dtype, out_dtype):
+    """All codes, runs of unequal lengths, rows in any order, scales of all magnitudes, and one that is no number."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(6, 1).view(dtype)
+    ends, places = np.array([3, 131, 256]), np.array([5, 0, 7, 1, 4, 2])
+    scales = torch.randn(6, 3, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-30, 1.0, 1e3])
+    scales[2:4] = scales[1]
+    scales[4, 1] = torch.nan
+    zeros = torch.tensor([0.0, 3.0, -128.0]).expand(6, 3).contiguous()
+    out = torch.zeros(8, 256, dtype=out_dtype)
+    put_numbers(BytesAndScales(codes=codes, ends=ends, scales=scales, zeros=zeros), out, places)
+    of_columns = torch.repeat_interleave(torch.arange(3), torch.tensor([3, 128, 125]))
+    wanted = ((codes.float() - zeros[:, of_columns]) * scales[:, of_columns]).to(out_dtype)
+    assert torch.equal(out[places].nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert torch.equal(out[places].isnan(), wanted.isnan())
+    assert not out[[3, 6]].any(), "other rows stay as they are"
 
 
 def test_the_search_costs_less_than_the_largest_magnitude():

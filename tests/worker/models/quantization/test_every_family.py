@@ -116,10 +116,11 @@ def read(folder: Path, group: TensorParallelGroup, arithmetic: str = "bfloat16")
 
 
 def in_numbers(part: Any) -> Any:
-    """The same part of a layout with the numbers of units in their place."""
+    """The same part of a layout with the numbers of units, or of codes, in their place."""
     if isinstance(part, Linear):
         weights = tuple(numbers_of_units(one).to(torch.bfloat16) for one in part.units)
-        return replace(part, weights=weights, units=()) if weights else part
+        weights += tuple(one.to(torch.bfloat16) for one in part.codes)
+        return replace(part, weights=weights, units=(), codes=()) if weights else part
     if isinstance(part, tuple):
         return tuple(map(in_numbers, part))
     if is_dataclass(part) and not isinstance(part, type):

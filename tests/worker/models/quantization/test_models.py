@@ -43,7 +43,9 @@ def test_experts_in_mxfp4(tmp_path):
     assert [differences_on(written, size) for size in (1, 2)] == [[], []]
 
 
-def answers(folder: Path, size: int, executor: str = "auto") -> tuple[list[list[int]], list[Tensor]]:
+def answers(
+    folder: Path, size: int, executor: str = "auto", activations: str = "bfloat16"
+) -> tuple[list[list[int]], list[Tensor]]:
     """Tokens of prompts that decode together, and the logits of each prompt in one chunk and in small ones."""
     prompts = [[5, 9, 77, 31, 8, 64, 3], [100, 4, 4, 90]]
 
@@ -52,7 +54,7 @@ def answers(folder: Path, size: int, executor: str = "auto") -> tuple[list[list[
         logits = [rows for chunk in (3, 8) for rows in logits_in_chunks(leader, prompts, chunk)]
         return greedy_tokens(leader, prompts, 8), logits
 
-    return on_ranks(worker_config(folder, size, executor=executor, quantized_activations="bfloat16"), work)
+    return on_ranks(worker_config(folder, size, executor=executor, quantized_activations=activations), work)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +74,16 @@ def test_a_model_answers_with_the_bits_of_its_dequantized_folder(tmp_path, famil
     found, ours = answers(written.folder, size, executor)
     assert found == expected
     assert all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("family", "layout"), [("llama", "fp8 block"), ("qwen3_moe", "ct fp8")])
+def test_floating_point_codes_become_numbers_while_they_are_packed(tmp_path, family, layout):
+    written = write(family, tmp_path, layout, moe_intermediate_size=96)
+    for size in (1, 2):
+        expected, theirs = answers(written.dequantized, size)
+        found, ours = answers(written.folder, size, activations="auto")
+        assert found == expected
+        assert all(a.equal(b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name.startswith("ct") and "act-order" not in name])
@@ -163,10 +175,10 @@ class TestPlanted:
 
     @pytest.mark.parametrize("layout", ["gptq", "awq", "ct w4a16", "fp8 block"])
     def test_groups_counted_from_where_a_share_is_cut(self, tmp_path, monkeypatch, layout):
-        def spread(self, grid, blocks):
+        def spread(self, grid, blocks, at=slice(None)):
             of_rows = grid[blocks].float()
             length = self.columns[1] - self.columns[0]
-            return of_rows if grid.shape[1] == 1 else of_rows[:, self.groups[:length]]
+            return of_rows if grid.shape[1] == 1 else of_rows[:, self.groups[:length][at]]
 
         monkeypatch.setattr(QuantizedWeight, "_spread", spread)
         assert self.places(tmp_path, layout, 1) == set()
@@ -190,6 +202,6 @@ class TestPlanted:
     def test_scales_of_the_group_beside(self, tmp_path, monkeypatch, layout):
         spread = QuantizedWeight._spread
         of_units = QuantizedWeight._of_units
-        monkeypatch.setattr(QuantizedWeight, "_spread", lambda self, grid, rows: spread(self, grid.roll(1, 1), rows))
+        monkeypatch.setattr(QuantizedWeight, "_spread", lambda self, grid, *at: spread(self, grid.roll(1, 1), *at))
         monkeypatch.setattr(QuantizedWeight, "_of_units", lambda self, grid, *at: of_units(self, grid.roll(1, 1), *at))
         assert self.DOWN in self.places(tmp_path, layout)

@@ -174,6 +174,36 @@ __m256 some_loaded(const void* p, long i, int dtype, long count) {
   return loaded(room, 0, dtype);
 }
 
+// Numbers of codes: a code's value less the zero point, times the scale, each rounded to float32, and then to the dtype.
+struct NumberTable {
+  const float* values;  // [256]
+  int dtype;
+  alignas(32) float numbers[256];
+  uint16_t halves[256];
+
+  void fill(float zero, float scale) {
+    const __m256 zeros = _mm256_set1_ps(zero), scales = _mm256_set1_ps(scale);
+    for (int i = 0; i < 256; i += 8)
+      _mm256_store_ps(numbers + i, _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(values + i), zeros), scales));
+    if (dtype == F16)
+      for (int i = 0; i < 256; i += 8)
+        _mm_storeu_si128((__m128i*)(halves + i), _mm256_cvtps_ph(_mm256_load_ps(numbers + i), _MM_FROUND_TO_NEAREST_INT));
+    if (dtype == BF16)
+      for (int i = 0; i < 256; i++) halves[i] = numbers[i] == numbers[i] ? upper_half(rounded(numbers[i], BF16)) : 0x7fc0;
+  }
+  static uint16_t upper_half(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return (uint16_t)(bits >> 16);
+  }
+  void write(const uint8_t* codes, long count, void* out, long first) const {
+    if (dtype == F32)
+      for (long k = 0; k < count; k++) ((float*)out)[first + k] = numbers[codes[k]];
+    else
+      for (long k = 0; k < count; k++) ((uint16_t*)out)[first + k] = halves[codes[k]];
+  }
+};
+
 }  // namespace
 
 extern "C" {
@@ -207,6 +237,23 @@ void native_round_codes(const void* weights, int dtype, long rows, long columns,
       uint8_t room[8];
       write_eight(some_loaded(weights, r * stride + k, dtype, count), scale, most, floating, count < 8 ? room : out + k);
       if (count < 8) memcpy(out + k, room, count);
+    }
+  }
+}
+
+// Numbers of codes of 8 bits [rows, columns], `stride` bytes from row to row; `values` [256] says what each stands for.
+// Columns up to each of `ends` share a zero point and a scale, [rows, runs]. `out` [rows]: where each row of numbers goes.
+void native_numbers(const uint8_t* codes, long rows, long stride, int runs, const long* ends, const float* zeros,
+                    const float* scales, const float* values, int dtype, void* const* out) {
+  NumberTable table = {values, dtype, {}, {}};
+  for (int run = 0; run < runs; run++) {
+    const long first = run ? ends[run - 1] : 0;
+    for (long r = 0; r < rows; r++) {
+      const long at = r * runs + run;
+      // Bits are compared: a scale that is no number equals none.
+      if (r == 0 || memcmp(scales + at, scales + at - runs, 4) || memcmp(zeros + at, zeros + at - runs, 4))
+        table.fill(zeros[at], scales[at]);
+      table.write(codes + r * stride + first, ends[run] - first, out[r], first);
     }
   }
 }
