@@ -17,8 +17,10 @@ LEAST_HAND_ON_S: Final = 0.001
 BORROW_S: Final = 0.01
 """Seconds to fetch a prefix besides its bytes, as replicas count them (`worker/engine/restores.py`)."""
 
-LATE_TOKEN: Final = 0.25
-"""Cost of a second by which a running stream's next token is late, against a second before a first token."""
+LATE_TOKEN: Final = 4.0
+"""Cost of a second by which a running stream's next token is late, against a second before a first token. Of 0.25, 1, 4
+and 16 the one with the best goodput and time per token under a storm of long prompts (`python -m benchmarks.roles`).
+"""
 
 _WEIGHT: Final = 0.1  # of the newest request in the moving average
 

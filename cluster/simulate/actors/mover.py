@@ -1,6 +1,7 @@
 """Simulated mover of blocks: between the caches of a replica, the disk of its host, and other replicas."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from holdfast.cluster.simulate.actors.disk import NOBODY, MovableRunner, MovingFigures, Owners, Row, SimulatedDisk
 from holdfast.cluster.simulate.actors.transfers import Incoming, SimulatedTransfers
@@ -27,7 +28,7 @@ class SimulatedMover:
         now: Callable[[], float],
     ) -> None:
         """`after` calls later, `post` between two steps; neither once the replica has died."""
-        self.counts = MovingFigures()
+        self.counts = MovingFigures() if transfers is None else replace(transfers.costs.figures)
         self.tier: BlockTier | None = None
         self.kind = kind
         self.now = now

@@ -105,11 +105,11 @@ class SimulatedReplica(Process):
         self._mover = SimulatedMover(
             disk, self.transfers, kind, self._runner, self._owners, self.after, self._post, lambda: self.clock
         )
-        factor = 1.0 if self.transfers is None else 50.0
+        factor = 1.0 if self.transfers is None else self.transfers.costs.computing_factor
         tier = BlockTier(
             *self.core.scheduler.caches,
             self._mover,
-            TierShape(block_bytes=shape.block_size, state_bytes=4),
+            TierShape(block_bytes=shape.block_size * (shape.kv_bytes_per_token or 1), state_bytes=4),
             lambda _, num_tokens: factor * (shape.step_costs.base_s + num_tokens * shape.step_costs.token_s),
             self.core.scheduler.num_waiting,
             self.core.scheduler.can_preempt,
@@ -320,7 +320,7 @@ class SimulatedReplica(Process):
             model_type=MODEL,
             release=self.release,
             dtype="",
-            kv_bytes_per_token=0,
+            kv_bytes_per_token=self.shape.kv_bytes_per_token,
             eos_token_ids=frozenset(),
             max_model_len=self.shape.max_model_len,
             vocab_size=self.shape.vocab_size,

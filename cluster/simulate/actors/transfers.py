@@ -9,14 +9,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol
 
-from holdfast.cluster.simulate.actors.disk import Row, is_whole
+from holdfast.cluster.simulate.actors.disk import MovingFigures, Row, is_whole
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.request import BlockSource, PinnedPrefix
 
 ASKING_S: Final = 0.002
-BLOCK_S: Final = 0.0005
 
 Piece = list[tuple[bytes, Row]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferCosts:
+    """Times of transfers, and what replicas believe of them."""
+
+    block_s: float = 0.0005
+    """Seconds that a block takes on its way."""
+    figures: MovingFigures = field(default_factory=MovingFigures)
+    """Measured costs, as replicas have them."""
+    computing_factor: float = 50.0
+    """Factor on the time that replicas believe computing takes: in a world of faults, what others have is always asked
+    for.
+    """
 
 
 class TransferEnd(Protocol):
@@ -72,8 +85,9 @@ class Incoming:
 class SimulatedTransfers:
     """The connections between the ranks of all replicas."""
 
-    def __init__(self, rng: random.Random, after: Callable[..., None]) -> None:
+    def __init__(self, rng: random.Random, after: Callable[..., None], costs: TransferCosts | None = None) -> None:
         """`after` calls later, whoever has died."""
+        self.costs = costs or TransferCosts()
         self._rng = rng
         self._after = after
         self._ends: dict[str, TransferEnd] = {}
@@ -124,7 +138,7 @@ class SimulatedTransfers:
         digests = [row.digest for _, row in rows]
         changed = [(name, self._changed(row)) for name, row in rows]
         begins_s = max(incoming.free_s, incoming.asker.now())
-        incoming.free_s = begins_s + BLOCK_S * len(rows) * self.slowness
+        incoming.free_s = begins_s + self.costs.block_s * len(rows) * self.slowness
         self.num_sent += len(rows)
         self._after(incoming.free_s - incoming.asker.now(), self._arrive, incoming, changed, digests)
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.cluster.load_trace import Arrival
+from holdfast.cluster.simulate.actors.disk import MovingFigures
 from holdfast.cluster.simulate.actors.messages import Generate
 from holdfast.cluster.simulate.actors.replica import SimulatedReplica
 from holdfast.cluster.simulate.actors.replica_link import ReplicaShape
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
+from holdfast.cluster.simulate.actors.transfers import SimulatedTransfers, TransferCosts
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.config import LimitsConfig, PolicyName, RouterConfig
@@ -19,11 +21,13 @@ from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.step_time import StepCosts
-from holdfast.worker.step_plan import StepPlan, StepResult
+from holdfast.worker.step_plan import StateCopy, StepPlan, StepResult
 from holdfast.worker.step_update import EngineStats
 
 LATENCY_S: Final = 0.0005
 LONGEST_S: Final = 1e9
+COPY_S_PER_BYTE: Final = 1e-10
+"""Seconds a byte that the thread of the steps takes to copy blocks, as `benchmarks.block_transfers` measures copies."""
 BEGIN_S: Final = 1.0
 """When the load begins: by then the links are up."""
 
@@ -38,6 +42,10 @@ class ClusterShape:
     num_blocks: int
     block_size: int
     max_model_len: int
+    kv_bytes_per_token: int = 0
+    """Bytes of a token's keys and values; 0: replicas send each other no blocks."""
+    bytes_per_s: float = 1.25e9
+    """Speed of a transfer between two replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +56,8 @@ class Service:
     """Seconds from arrival to the first token; None if it was not served to the end."""
     tpot_s: float | None
     """Seconds from the first token to the last, per token after the first; None if there is none after it."""
+    pause_s: float = 0.0
+    """The longest time between two outputs, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +114,16 @@ class AnyTokenRunner:
     def __init__(self, *shape: object) -> None:
         pass
 
+    def read_block(self, kind: bytes, place: int) -> bytes:
+        """Nothing: what blocks hold draws no token."""
+        return b""
+
+    def write_block(self, kind: bytes, place: int, content: bytes) -> None:
+        """Does nothing."""
+
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """Does nothing."""
+
     def run(self, plan: StepPlan) -> StepResult:
         drawn = tuple((1,) * sequence.num_draws for sequence in plan.sequences)
         return StepResult(step_id=plan.step_id, token_ids=drawn)
@@ -118,7 +138,7 @@ class MeteredClient:
         self._network = network
         self._router = router
         self._num_tokens = 0
-        self._began_s = self._first_s = self.last_s = 0.0
+        self._began_s = self._first_s = self.last_s = self._pause_s = 0.0
         self.is_over = False
 
     def begin(self) -> None:
@@ -134,9 +154,10 @@ class MeteredClient:
 
     def receive(self, connection: Connection, message: Any) -> None:
         if isinstance(message, OutputDelta) and message.token_ids:
-            self.last_s = self._network.timeline.now
+            before_s, self.last_s = self.last_s, self._network.timeline.now
             if not self._num_tokens:
-                self._first_s = self.last_s
+                self._first_s = before_s = self.last_s
+            self._pause_s = max(self._pause_s, self.last_s - before_s)
             self._num_tokens += len(message.token_ids)
 
     def closed(self, connection: Connection) -> None:
@@ -147,7 +168,7 @@ class MeteredClient:
             return Service(ttft_s=None, tpot_s=None)
         num_pauses = self._num_tokens - 1
         tpot_s = (self.last_s - self._first_s) / num_pauses if num_pauses else None
-        return Service(ttft_s=self._first_s - self._began_s, tpot_s=tpot_s)
+        return Service(ttft_s=self._first_s - self._began_s, tpot_s=tpot_s, pause_s=self._pause_s)
 
 
 def serve(
@@ -164,7 +185,11 @@ def serve(
     rng = random.Random(seed)
     timeline = Timeline()
     network = Network(timeline, rng, LATENCY_S)
-    replicas = [SimulatedReplica(f"replica-{i}", network, replica_shape(shape)) for i in range(shape.num_replicas)]
+    transfers = _transfers(shape, rng, timeline)
+    replicas = [
+        SimulatedReplica(f"replica-{i}", network, replica_shape(shape), transfers=transfers)
+        for i in range(shape.num_replicas)
+    ]
     router = SimulatedRouter(
         "router",
         network,
@@ -208,7 +233,18 @@ def replica_shape(shape: ClusterShape) -> ReplicaShape:
         prefix_caching=True,
         step_costs=shape.step_costs,
         make_runner=AnyTokenRunner,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
     )
+
+
+def _transfers(shape: ClusterShape, rng: random.Random, timeline: Timeline) -> SimulatedTransfers | None:
+    """Transfers at the speed of the network, which replicas know."""
+    if not shape.kv_bytes_per_token:
+        return None
+    block_s = shape.block_size * shape.kv_bytes_per_token / shape.bytes_per_s
+    figures = MovingFigures(copy_s_per_byte=COPY_S_PER_BYTE, received_bytes_per_s={"": shape.bytes_per_s})
+    costs = TransferCosts(block_s=block_s, figures=figures, computing_factor=1.0)
+    return SimulatedTransfers(random.Random(rng.getrandbits(32)), timeline.after, costs)
 
 
 def _rate(trace: Sequence[Arrival]) -> float:

@@ -1,7 +1,7 @@
 """Capacity questions: loads are read and made up, served to the end, and the figures are those of arithmetic."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -9,6 +9,7 @@ from holdfast.cluster.commands.cli import run
 from holdfast.cluster.load_trace import Arrival, made_up_trace, read_trace
 from holdfast.cluster.simulate.capacity.capacity import CapacityResult, ClusterShape, Service, serve
 from holdfast.cluster.simulate.capacity.capacity_report import percentile, read_step_costs
+from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.policy import POLICIES
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import ConfigurationError
@@ -33,6 +34,20 @@ def load(*arrivals: tuple[float, int, int]) -> list[Arrival]:
         Arrival(arrival_s=arrival_s, num_prompt_tokens=num_prompt, num_output_tokens=num_output)
         for arrival_s, num_prompt, num_output in arrivals
     ]
+
+
+def test_replicas_for_prompts_keep_long_ones_from_streams():
+    """As many replicas with roles, whose blocks go over a network of 10 Gbit/s: no stream waits for a long prompt."""
+    costs = StepCosts(base_s=0.01, decode_s=0.0, token_s=0.001, context_token_s=0.0)
+    shape = replace(cluster(2, costs, max_num_batched_tokens=128), kv_bytes_per_token=20_000, max_model_len=2048)
+    arrivals = load(
+        *[(0.1 * number, 16, 250) for number in range(6)], *[(1.0 + 0.5 * number, 200, 2) for number in range(3)]
+    )
+    config = RouterConfig(prefill_replicas=1, decode_replicas=1, prefill_tokens=100)
+    mixed, apart = (serve(arrivals, shape, "prefix_aware", config=one) for one in (None, config))
+    assert all(service.ttft_s is not None for service in (*mixed.services, *apart.services))
+    pauses = [max(service.pause_s for service in result.services[:6]) for result in (mixed, apart)]
+    assert pauses[0] > 0.13 > 0.05 > pauses[1]
 
 
 def test_a_lone_request_takes_a_step_for_each_token():

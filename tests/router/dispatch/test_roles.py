@@ -168,7 +168,7 @@ def test_who_computes_a_prompt_is_decided_by_measured_seconds(changes, num_token
 
 def test_a_queue_where_prompts_are_computed_leaves_them_where_they_are_decoded():
     core = by_seconds()
-    core.step(replica_id="a", load=load(num_waiting=9, num_waiting_tokens=20_000))
+    core.step(replica_id="a", load=load(num_waiting=9, num_waiting_tokens=100_000))
     assert goes_to(core, 2000) == "b"
 
 
@@ -179,7 +179,7 @@ def test_a_prompt_that_is_cached_at_the_decoding_replica_stays_there():
 
 
 def test_what_others_have_cached_is_fetched_by_the_decoding_replica_where_that_is_sooner():
-    core = by_seconds()
+    core = by_seconds(num_running=1)
     cached_on(core, "a")
     first = sent(core.submit("one", num_prompt_tokens=LONG))
     assert (first.replica_id, first.request.block_source) == ("b", BlockSource("a:1", LONG - 1))
