@@ -49,9 +49,7 @@ RuleNames = Annotated[tuple[Literal["billing", "date", "time", "id"], ...], Befo
 def parse_origins(value: object) -> object:
     """`https://app.example, http://localhost:3000`, or `*`, or a list of them, as browsers write origins."""
     items = [item.strip() for item in value.split(",") if item.strip()] if isinstance(value, str) else value
-    if not isinstance(items, list | tuple):
-        return value
-    return tuple(_origin(item) for item in items)
+    return tuple(_origin(item) for item in items) if isinstance(items, list | tuple) else value
 
 
 def parse_store(place: str) -> str:

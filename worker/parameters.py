@@ -295,7 +295,7 @@ class Declarations(dict[str, Parameter]):
         """All values of an object of that class, in order. Quicker than one after the other."""
 
     def drawn_by(self, settings: Mapping[str, object]) -> dict[str, object]:
-        """What the settings of a checkpoint (generation_config.json) say of how to draw."""
+        """Parameters of drawing in the settings of a checkpoint (generation_config.json)."""
         names = [name for name, parameter in self.items() if parameter.metadata.group is Group.SAMPLING]
         return {name: settings[name] for name in names if settings.get(name) is not None}
 

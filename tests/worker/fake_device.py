@@ -7,7 +7,7 @@ step is drawn by the step just before, and that no step writes to a block that a
 from collections import deque
 from collections.abc import Callable
 
-from holdfast.worker.engine.overlapping import OverlappingRunner
+from holdfast.worker.engine.steps_in_flight import OverlappingRunner
 from holdfast.worker.pending_tokens import has_pending, with_tokens
 from holdfast.worker.step_plan import PENDING, StepPlan, StepResult
 

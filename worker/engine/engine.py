@@ -22,8 +22,8 @@ from holdfast.worker.engine.adapters import AdapterOrders
 from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.held_requests import AdapterDesk
 from holdfast.worker.engine.inbox import Inbox
-from holdfast.worker.engine.overlapping import RunLength, StepsInFlight
 from holdfast.worker.engine.request_guards import NumbersCheck
+from holdfast.worker.engine.steps_in_flight import RunLength, StepsInFlight
 from holdfast.worker.engine.tier_access import TierAccess
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.progress import ProgressCounter

@@ -27,7 +27,7 @@ from holdfast.worker.engine.rank_orders import (
     reload_message,
 )
 from holdfast.worker.engine.self_check import Outcome, SelfCheck, lead_check
-from holdfast.worker.engine.step_results import (
+from holdfast.worker.engine.steps_in_flight import (
     LaunchedStep,
     dead_ends,
     fitting,

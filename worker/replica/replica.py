@@ -314,7 +314,7 @@ def _put_below(engine: Engine, scheduler: Scheduler, movers: "RankMovers", tuner
 
 def _stepping(config: WorkerConfig, leader: "LeaderRunner") -> StepRunner:
     """Runner of the engine's steps: with two in flight if the device runs by itself and the settings allow."""
-    from holdfast.worker.engine.overlapping import DeviceRunner
+    from holdfast.worker.engine.steps_in_flight import DeviceRunner
 
     is_wanted = config.scheduler.async_scheduling is not False
     if is_wanted and leader.overlaps and not config.speculation.max_num_drafts:

@@ -11,7 +11,7 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
-from holdfast.worker.engine.step_results import step_result
+from holdfast.worker.engine.steps_in_flight import step_result
 from holdfast.worker.errors import InternalError, ReplicaError
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput

@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from holdfast.worker import pending_tokens
 from holdfast.worker.engine.engine import Engine
-from holdfast.worker.engine.overlapping import StepsInFlight
+from holdfast.worker.engine.steps_in_flight import StepsInFlight
 from holdfast.worker.scheduler import planned_step
 from holdfast.worker.scheduler import prompt_outputs as prompt_logprobs
 from holdfast.worker.scheduler.batching import ContinuousBatching

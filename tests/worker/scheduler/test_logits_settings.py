@@ -7,7 +7,7 @@ from array import array
 import pytest
 import torch
 
-from holdfast.worker.engine.step_results import step_result
+from holdfast.worker.engine.steps_in_flight import step_result
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan, StepResult

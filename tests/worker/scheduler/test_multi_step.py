@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.worker.engine.overlapping import PLAN_LIMIT_S, RunLength
+from holdfast.worker.engine.steps_in_flight import PLAN_LIMIT_S, RunLength
 from holdfast.worker.request import FinishReason
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import NO_TOKEN, StepPlan, StepResult

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.worker.engine.step_results import step_result
+from holdfast.worker.engine.steps_in_flight import step_result
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.request import EngineRequest, TokenDelta, TokenLogprob

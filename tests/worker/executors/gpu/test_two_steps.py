@@ -11,7 +11,7 @@ from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # firs
 from holdfast.worker.config import SchedulerConfig, WorkerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
-from holdfast.worker.engine.overlapping import DeviceRunner
+from holdfast.worker.engine.steps_in_flight import DeviceRunner
 from holdfast.worker.executors.gpu.draw_launches import DrawnTokens
 from holdfast.worker.models.loading import LoadedModel
 from holdfast.worker.models.native_backend import NativeBackend
