@@ -28,6 +28,7 @@ _HARMLESS: Final = frozenset(
     {"auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"}
     | {"lora_dropout", "corda_config", "eva_config", "loftq_config", "megatron_config", "megatron_core", "task_type"}
     | {"layers_to_transform", "layers_pattern", "exclude_modules", "lora_ga_config"}
+    | {"qalora_group_size"}
 )
 """Fields that do not change what the tensors of the file do."""
 _READ: Final = frozenset(

@@ -12,6 +12,24 @@ from torch import Tensor
 
 PREFIX = "base_model.model."
 ALL = r".*(attn|attention|mlp)\..*"
+PEFT_WRITES = {
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "corda_config", "eva_config", "exclude_modules")),
+    **dict.fromkeys(("kasa_config", "layer_replication", "layers_pattern", "layers_to_transform", "lora_ga_config")),
+    **dict.fromkeys(("megatron_config", "modules_to_save", "monteclora_config", "target_parameters", "use_bdlora")),
+    **dict.fromkeys(("trainable_token_indices", "velora_config", "revision", "auto_mapping")),
+    **dict.fromkeys(("ensure_weight_tying", "fan_in_fan_out", "lora_bias", "use_dora", "use_qalora"), False),
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "lora_dropout": 0.0,
+    "megatron_core": "megatron.core",
+    "peft_version": "0.21.2",
+    "qalora_group_size": 16,
+    "use_rslora": False,
+    "loftq_config": {},
+    "alpha_pattern": {},
+    "rank_pattern": {},
+}
+"""Fields of `adapter_config.json` that PEFT writes of a plain adapter, beside those that say what it is."""
 Change = Callable[[dict[str, Any], dict[str, Tensor]], None]
 
 
@@ -48,6 +66,7 @@ def save_adapter(
         tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * std
         tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * std
     written = {
+        **PEFT_WRITES,
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": alpha,

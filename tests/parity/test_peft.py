@@ -1,0 +1,45 @@
+"""Adapters that PEFT itself has written, beside PEFT's own forward."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.parity.families import save_tiny_model
+from tests.worker.executors.cpu.runs import tokens
+from tests.worker.executors.cpu.test_adapters import Adapted, stated
+
+peft = pytest.importorskip("peft", reason="PEFT is no dependency: pip install peft")
+
+QKV, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+FAMILIES = {
+    "llama": {"target_modules": "all-linear", "r": 8},
+    "qwen2": {"target_modules": QKV + MLP, "r": 33, "lora_alpha": 20, "use_rslora": True},
+    "qwen3": {"target_modules": r".*\.layers\.\d+\.(self_attn|mlp)\.\w+_proj", "r": 4},
+    "mistral": {"target_modules": QKV, "r": 6, "rank_pattern": {"q_proj": 3, r"layers\.1\.self_attn\.v_proj": 17}},
+    "gemma2": {"target_modules": [*QKV, *MLP], "r": 8, "alpha_pattern": {"down_proj": 2, r"0\.mlp\.up_proj": 64}},
+    "phi3": {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj", "o_proj"], "r": 16},
+    "gpt_neox": {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"], "r": 8},
+    "olmo2": {"target_modules": ["q_proj", "v_proj"], "r": 1, "layers_to_transform": [1]},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equal_to_the_forward_of_peft(family, tmp_path):
+    base = save_tiny_model(family, tmp_path / "base")
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = peft.LoraConfig(
+        **{"lora_alpha": 16, "init_lora_weights": False, "task_type": "CAUSAL_LM"} | FAMILIES[family]
+    )
+    theirs = peft.get_peft_model(model, config).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    ids = tokens(50)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits[0]
+        with theirs.disable_adapter():
+            plain = theirs(torch.tensor([ids])).logits[0]
+    ours = Adapted(stated(base, dtype="float32")).put(base, tmp_path / "adapter")
+    found = ours.alone(1, ids)[:, : expected.shape[1]]
+    ours.close()
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert (plain - expected).abs().max() > 1e-2 * expected.abs().max(), "the adapter changes something"
