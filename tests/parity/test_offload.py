@@ -147,6 +147,24 @@ def test_after_a_restart_the_prefix_is_there(folder, requests, alone, tmp_path):
         assert (stats.num_digest_failures, stats.num_disk_errors) == (0, 0)
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text, shared keys"])
+def test_layers_with_a_window_keep_all_of_it_beside_a_disk(family, requests, tmp_path):
+    """Without a disk they give back what no query can see; said is the same."""
+    types = ["sliding_attention", "full_attention"] * (3 if "shared" in family else 1)
+    changes = {"layer_types": types, "num_hidden_layers": len(types), "sliding_window": 40}
+    folder = save_tiny_model(family, tmp_path / "model", max_position_embeddings=512, **changes)
+    with served(config(folder, None)) as without:
+        assert without.replica.info.window is not None
+        alone = {name: said for each in requests for name, said in without.ask(each).items()}
+    with served(config(folder, tmp_path / "disk")) as first:
+        assert first.replica.info.window is None
+        assert first.ask(*requests) == alone
+        assert first.settle().num_disk_blocks > 0
+    with served(config(folder, tmp_path / "disk")) as second:
+        assert second.ask(*requests) == alone
+        assert second.stats().num_disk_hit_tokens >= 128
+
+
 def test_what_was_evicted_comes_back(folder, requests, alone, tmp_path):
     """Memory holds one prompt, and they come in turn."""
     with served(config(folder, tmp_path, num_blocks=SMALL)) as replica:
