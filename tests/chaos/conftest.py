@@ -1,7 +1,10 @@
+import asyncio
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import loops
 from tests.chaos.tally import Tally
 
 if TYPE_CHECKING:
@@ -9,6 +12,12 @@ if TYPE_CHECKING:
 
 _TALLY = pytest.StashKey[Tally]()
 _TOLD = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.Runner]:
+    with loops.runner() as runner:
+        yield runner
 
 
 @pytest.fixture(scope="session")

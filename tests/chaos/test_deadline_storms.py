@@ -12,7 +12,6 @@ import pytest
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError, ReplicaError
 from holdfast.worker.sampling_params import SamplingParams
-from tests import loops
 from tests.chaos.faults import KILLED_REPLICA, KILLED_ROUTER, Fault
 from tests.chaos.forked import ForkedCluster, forked_cluster
 from tests.chaos.kinds import KINDS, Answer, ask
@@ -104,12 +103,6 @@ async def streams_in_a_storm(cluster: ForkedCluster, fault: Fault | None, tally:
     excused = {DeadlineExceededError.__name__} | ({ReplicaError.__name__} if fault else set())
     assert blowing.outcomes.keys() <= excused, blowing.outcomes
     await cluster.until_up()  # the links are there, or there again
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.Runner]:
-    with loops.runner() as runner:
-        yield runner
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import loops
 from tests.chaos.faults import KILLED_RANK, STARVED_LEADER, STARVED_RANK, Fault
 from tests.chaos.forked import ForkedCluster, forked_cluster
 from tests.chaos.kinds import KINDS, Kind
@@ -13,12 +12,6 @@ from tests.chaos.sweep import sweep
 from tests.chaos.tally import Tally
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.Runner]:
-    with loops.runner() as runner:
-        yield runner
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tests import loops
 from tests.chaos.faults import (
     FROZEN_REPLICA,
     FROZEN_ROUTER,
@@ -35,12 +34,6 @@ def targets(usual: Sequence[str]) -> pytest.MarkDecorator:
     """Every kind of request; what is not usual, with the slow tests."""
     cases = [pytest.param(kind, marks=[] if kind.name in usual else pytest.mark.slow, id=kind.name) for kind in KINDS]
     return pytest.mark.parametrize("kind", cases)
-
-
-@pytest.fixture(scope="module")
-def loop() -> Iterator[asyncio.Runner]:
-    with loops.runner() as runner:
-        yield runner
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from holdfast.worker.executors.gpu.products import RowFunctions
 from tests.parity.families import NOT_NATIVE
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu.cancelling import cancelling_product
-from tests.worker.executors.gpu.runs import Part
+from tests.worker.executors.steps import Part
 from tests.worker.models.hf_models import Served, check_family
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -34,8 +34,9 @@ from tests.worker.executors.gpu import fp8_kernels
 from tests.worker.executors.gpu.cancelling import cancelling_product
 from tests.worker.executors.gpu.coded import FORMS, weight_of
 from tests.worker.executors.gpu.drawn import FILTERS, edited_batch, made, sampled, seeded
-from tests.worker.executors.gpu.runs import Fp8Reference, Part, Runner, batch_of
+from tests.worker.executors.gpu.runs import Fp8Reference, Runner
 from tests.worker.executors.models import MODELS
+from tests.worker.executors.steps import Part, batch_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 CUDA = torch.device("cuda", 0)

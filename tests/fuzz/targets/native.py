@@ -18,7 +18,8 @@ from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.step_plan import PromptLogprobParams
 from tests.draw_params import draw_params
 from tests.reference.step_sampler import TorchSampler
-from tests.worker.executors.cpu.runs import Part, Runner, layout_of
+from tests.worker.executors.cpu.runs import Runner, layout_of
+from tests.worker.executors.steps import Part
 
 VOCABULARIES: Final = (2, 63, 64, 65, 129, 1000, 3001)
 SCALES: Final = (0.0, 0.05, 1.0, 6.0, 60.0)

@@ -1,13 +1,11 @@
 """Sums in rank order, orders of any length, a lost rank heard of at once: among threads and among real processes."""
 
-import multiprocessing
 import os
 import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank, ordered_sum
 from holdfast.worker.errors import ReplicaError
 from tests.fake_group import run_ranks
+from tests.worker.distributed.lives import lives_of
 
 
 def test_parts_are_added_in_rank_order():
@@ -137,33 +136,13 @@ SCENARIOS = (_exchange, _be_late, _lose_rank_two)
 
 @pytest.fixture(scope="module")
 def lives() -> list[list[Any]]:
-    """For each rank what it returned from each scenario, and how it ended."""
-    context = multiprocessing.get_context("spawn")
-    rendezvous = [Rendezvous.at("127.0.0.1", pick_port()) for _ in SCENARIOS]
-    pipes = [context.Pipe(duplex=False) for _ in range(3)]
-    processes = [context.Process(target=_live, args=(rank, rendezvous, pipes[rank][1])) for rank in range(3)]
-    for process, (_, writer) in zip(processes, pipes, strict=True):
-        process.start()
-        writer.close()
-    return [_life_of(process, reader) for process, (reader, _) in zip(processes, pipes, strict=True)]
+    return lives_of(3, _live, [Rendezvous.at("127.0.0.1", pick_port()) for _ in SCENARIOS])
 
 
 def _live(rank: int, rendezvous: list[Rendezvous], writer: Connection) -> None:
     torch.set_num_threads(1)
     for scenario, place in zip(SCENARIOS, rendezvous, strict=True):
         writer.send(scenario(rank, place))
-
-
-def _life_of(process: SpawnProcess, reader: Connection) -> list[Any]:
-    life: list[Any] = []
-    try:
-        while reader.poll(100):
-            life.append(reader.recv())
-        process.kill()
-    except EOFError:
-        pass
-    process.join()
-    return [*life, process.exitcode]
 
 
 @pytest.mark.slow

@@ -1,10 +1,8 @@
 """Ranks of the native executor give the bits of the whole model: as threads, and as processes that share memory."""
 
-import multiprocessing
 import signal
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from holdfast.worker.executors.cpu import part_packing
 from holdfast.worker.executors.cpu.library import runnable_classes
 from holdfast.worker.models import native_backend as program
 from holdfast.worker.models.proof import Answers, Proof
+from tests.worker.distributed.lives import lives_of
 from tests.worker.executors import models, rank_scenarios
 from tests.worker.executors.models import on_ranks
 from tests.worker.executors.rank_scenarios import MODELS, all_best, bits_of_models, build, lost, refused
@@ -93,15 +92,7 @@ def change_weights(monkeypatch, change):
 
 @pytest.fixture(scope="module")
 def lives() -> list[list[Any]]:
-    """For each rank what it returned from each scenario, and how it ended."""
-    context = multiprocessing.get_context("spawn")
-    rendezvous = [Rendezvous.at("127.0.0.1", pick_port()) for _ in SCENARIOS]
-    pipes = [context.Pipe(duplex=False) for _ in range(4)]
-    processes = [context.Process(target=_live, args=(rank, rendezvous, pipes[rank][1])) for rank in range(4)]
-    for process, (_, writer) in zip(processes, pipes, strict=True):
-        process.start()
-        writer.close()
-    return [_life_of(process, reader) for process, (reader, _) in zip(processes, pipes, strict=True)]
+    return lives_of(4, _live, [Rendezvous.at("127.0.0.1", pick_port()) for _ in SCENARIOS])
 
 
 def _live(rank: int, rendezvous: list[Rendezvous], writer: Connection) -> None:
@@ -112,18 +103,6 @@ def _live(rank: int, rendezvous: list[Rendezvous], writer: Connection) -> None:
             group.data_timeout_s = timeout_s
             writer.send(scenario(group))
             group.close()
-
-
-def _life_of(process: SpawnProcess, reader: Connection) -> list[Any]:
-    life: list[Any] = []
-    try:
-        while reader.poll(300):
-            life.append(reader.recv())
-        process.kill()
-    except EOFError:
-        pass
-    process.join()
-    return [*life, process.exitcode]
 
 
 @pytest.mark.slow

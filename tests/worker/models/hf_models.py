@@ -17,8 +17,8 @@ from holdfast.worker.models.parallel_plan import ParallelPlan
 from holdfast.worker.models.parallelize import Target, parallelize
 from holdfast.worker.models.weights import ATTENTION, loaded_weights
 from tests.worker.executors.cpu.runs import tokens
-from tests.worker.executors.gpu.runs import Part, batch_of
 from tests.worker.executors.models import config_of, expected_logits, hugging_face
+from tests.worker.executors.steps import Part, batch_of
 
 BLOCK, LENGTH = 16, 128
 

@@ -25,9 +25,9 @@ from tests.parity.families import NOT_NATIVE, SERVED
 from tests.worker.executors.cpu.native import library_or_skip
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu.drawn import FILTERS
-from tests.worker.executors.gpu.runs import Part, batch_of
 from tests.worker.executors.gpu.tape import Tape, TapingDevice
 from tests.worker.executors.gpu.test_whole_step import VIEWS, Operations
+from tests.worker.executors.steps import Part, batch_of
 from tests.worker.models import hf_models
 from tests.worker.models.capture_watch import reason_against_capture
 from tests.worker.models.hf_models import BLOCK, check_family, module_of

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.step_sampler import HeadOutput
-from holdfast.worker.step_plan import BlockCopy, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import BlockCopy
 from tests.worker.executors import models
 from tests.worker.executors.cpu.native import BF16, library_or_skip
 from tests.worker.executors.models import config_of
+from tests.worker.executors.steps import Part, batch_of
 
 MAX_POSITIONS = 4096
 SPOILT = 0x7E
@@ -33,15 +33,6 @@ def layout_of(model: str, dtype: torch.dtype = BF16, changes: tuple[tuple[str, A
 
 def tokens(count: int, seed: int = 0) -> list[int]:
     return torch.randint(3, 126, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@dataclass
-class Part:
-    """One sequence's share of a step."""
-
-    first: int
-    token_ids: Sequence[int]
-    blocks: Sequence[int]
 
 
 @dataclass
@@ -82,39 +73,24 @@ class Runner:
 
     def step(self, *parts: Part, copies: Sequence[BlockCopy] = ()) -> list[Tensor]:
         """The logits of all tokens, by sequence."""
-        output = self.executor.run(self._batch(parts, copies), with_logits=True)
+        output = self.executor.run(batch_of(parts, self.block_size, copies), with_logits=True)
         return list(output.logits.clone().split([len(part.token_ids) for part in parts]))
 
     def head(self, *parts: Part) -> HeadOutput:
         """All that the head tells of the tokens; the next step writes over it."""
-        return self.executor.run(replace(self._batch(parts), with_masses=True), with_logits=True)
+        return self.executor.run(replace(batch_of(parts, self.block_size), with_masses=True), with_logits=True)
 
     def some(self, wanted: Sequence[int], *parts: Part) -> Tensor:
         """The logits of some rows of a step, in the order in which they are wanted."""
-        batch = replace(self._batch(parts), logits_rows=np.array(wanted, dtype=np.int64))
+        batch = replace(batch_of(parts, self.block_size), logits_rows=np.array(wanted, dtype=np.int64))
         return self.executor.run(batch, with_logits=True).logits.clone()
 
     def chosen(self, token_ids: Sequence[int], blocks: Sequence[int], wanted: Sequence[int] | None = None) -> list[int]:
         """The token that the head chooses after each, or after those that are wanted."""
-        batch = self._batch([Part(0, token_ids, blocks)])
+        batch = batch_of([Part(0, token_ids, blocks)], self.block_size)
         if wanted is not None:
             batch = replace(batch, logits_rows=np.array(wanted, dtype=np.int64))
         return list(self.executor.run(batch, with_logits=False).best)
-
-    def _batch(self, parts: Sequence[Part], copies: Sequence[BlockCopy] = ()) -> StepBatch:
-        sequences = tuple(
-            ScheduledSequence(
-                sequence_id=number,
-                first_position=part.first,
-                token_ids=tuple(part.token_ids),
-                block_ids=tuple(part.blocks[: -(-(part.first + len(part.token_ids)) // self.block_size)]),
-                draw=None,
-                num_draws=len(part.token_ids),
-            )
-            for number, part in enumerate(parts)
-        )
-        plan = StepPlan(step_id=0, others=sequences, block_copies=tuple(copies))
-        return StepBatch.of(plan)
 
     def run(self, token_ids: Sequence[int], chunks: Sequence[int] = (), blocks: Sequence[int] = ()) -> Tensor:
         """The logits of a sequence, alone in its steps: chunks of these sizes again and again, or in one piece."""

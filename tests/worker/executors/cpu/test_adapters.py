@@ -17,7 +17,8 @@ from holdfast.worker.models.stated_config import read_stated_config
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.worker.executors.cpu.native import library_or_skip, other_classes, same_bits
-from tests.worker.executors.cpu.runs import Part, Runner, tokens
+from tests.worker.executors.cpu.runs import Runner, tokens
+from tests.worker.executors.steps import Part, batch_of
 from tests.worker.models.adapter_folders import merge, save_adapter
 from tests.worker.models.layouts import stated
 
@@ -52,7 +53,7 @@ class Adapted(Runner):
 
     def with_slots(self, slots, *parts: Part):
         """The logits of all tokens, by sequence, each with the adapter of its slot."""
-        batch = replace(self._batch(parts), adapter_slots=np.array(slots, dtype=np.int64))
+        batch = replace(batch_of(parts, self.block_size), adapter_slots=np.array(slots, dtype=np.int64))
         output = self.executor.run(batch, with_logits=True)
         return list(output.logits.clone().split([len(part.token_ids) for part in parts]))
 
@@ -124,7 +125,9 @@ def test_the_wanted_rows_alone_and_several_steps(tiny):
     ids, slots = [tokens(40, seed=seed) for seed in range(3)], [3, 0, 1]
     parts = [Part(0, own, runner.blocks(len(own))) for own in ids]
     every = torch.cat(runner.with_slots(slots, *parts))
-    batch = replace(runner._batch(parts), adapter_slots=np.array(slots), logits_rows=np.array([39, 70, 119]))
+    batch = replace(
+        batch_of(parts, runner.block_size), adapter_slots=np.array(slots), logits_rows=np.array([39, 70, 119])
+    )
     some = runner.executor.run(batch, with_logits=True).logits
     assert same_bits(some, every[[39, 70, 119]])
     runner.close()
@@ -148,7 +151,7 @@ def test_ranks_have_the_bits_of_one(tiny, size):
     base, adapters = tiny
     runner = Adapted(stated(base, dtype="bfloat16")).put(base, *adapters)
     parts = [Part(0, IDS, runner.blocks(len(IDS))) for _ in range(4)]
-    batch = replace(runner._batch(parts), adapter_slots=np.array([1, 0, 2, 3]))
+    batch = replace(batch_of(parts, runner.block_size), adapter_slots=np.array([1, 0, 2, 3]))
     expected = runner.executor.run(batch, with_logits=True).logits.clone()
     runner.close()
 

@@ -19,9 +19,10 @@ from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.models.reference import Reference
 from holdfast.worker.step_plan import BlockCopy
 from tests.worker.executors.cpu.native import ALL, BF16, F16, F32, library_or_skip, same_bits
-from tests.worker.executors.cpu.runs import SPOILT, Part, Runner, layout_of, tokens
+from tests.worker.executors.cpu.runs import SPOILT, Runner, layout_of, tokens
 from tests.worker.executors.cpu.test_attention import LENGTH, PLAIN, SPECS, TOLERANCES, Layer, Text
 from tests.worker.executors.cpu.test_sequences import alone, together
+from tests.worker.executors.steps import Part
 
 GROUPED, LATENT, SINKS = SPECS["grouped"], SPECS["latent"], SPECS["softcap and sinks"]
 KINDS = ("grouped", "odd group", "latent", "short keys", "narrow window", "softcap and sinks")

@@ -5,7 +5,8 @@ import torch
 
 from holdfast.worker.models.reference import Reference
 from tests.worker.executors.cpu.native import BF16, F32, other_classes, same_bits
-from tests.worker.executors.cpu.runs import Part, Runner, layout_of, tokens
+from tests.worker.executors.cpu.runs import Runner, layout_of, tokens
+from tests.worker.executors.steps import Part
 
 CASES = {
     "full": ("llama", ()),

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from holdfast.worker.draws import DrawParams, LogitsSettings
+from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
 from holdfast.worker.step_plan import NO_TOKEN, PromptLogprobParams
@@ -21,24 +20,22 @@ from tests.examples import examples
 from tests.reference.sampler import keep_min_p, keep_top_k, keep_top_p, noise, noise_key
 from tests.reference.step_sampler import TorchSampler
 from tests.worker.executors.cpu.native import CLASSES, library_or_skip
-from tests.worker.executors.cpu.runs import Part, Runner, layout_of, tokens
+from tests.worker.executors.cpu.runs import Runner, layout_of, tokens
 from tests.worker.executors.cpu.test_known_answers import whole_numbers
+from tests.worker.executors.gpu import drawn
+from tests.worker.executors.gpu.drawn import PLAIN, SETTINGS, made, sampled, seeded
+from tests.worker.executors.steps import Part
 
 INF, NAN = float("inf"), float("nan")
-PLAIN = draw_params(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
 TORCH = TorchSampler()
 FILTERS = {
     "plain": PLAIN,
     "greedy": changed(PLAIN, temperature=0.0),
     "cold": changed(PLAIN, temperature=0.02),
-    "hot": changed(PLAIN, temperature=60.0),
-    "top-p": changed(PLAIN, temperature=0.8, top_p=0.95),
-    "narrow top-p": changed(PLAIN, temperature=1.7, top_p=0.02),
-    "top-k": changed(PLAIN, top_k=20),
+    **drawn.FILTERS,
     "large top-k": changed(PLAIN, top_k=1500, temperature=3.0),
-    "min-p": changed(PLAIN, min_p=0.05, temperature=1.3),
-    "all": changed(PLAIN, temperature=1.1, top_k=50, top_p=0.9, min_p=0.001),
 }
+"""In the order of the answers that are stored."""
 
 
 @pytest.fixture(scope="module")
@@ -47,19 +44,6 @@ def native():
     sampler = NativeSampler.with_threads(2)
     yield sampler
     sampler.close()
-
-
-def made(num_rows: int, vocab: int, scale: float = 3.0, seed: int = 1) -> Tensor:
-    return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def sampled(sampler, logits: Tensor, *args) -> Sampled:
-    return sampler.sample(HeadOutput(logits, None), *args)
-
-
-def seeded(params: DrawParams, count: int) -> list[DrawParams]:
-    """Draws of many seeds, beyond 32 bits too, and positions."""
-    return [changed(params, seed=seed * 0x1_2345_6789 % 2**63, first_output_index=seed % 97) for seed in range(count)]
 
 
 @pytest.mark.parametrize("scale", [0.05, 1.0, 6.0])
@@ -120,38 +104,12 @@ def test_equal_logits_stay_together(native):
     assert sampled(native, logits, [FILTERS["greedy"]]).token_ids == [5]
 
 
-EDITS = {
-    "allowed": LogitsSettings(allowed_token_ids=array("q", [3, 4, 5, 100_000, -1, 64, 65])),
-    "unknown allowed": LogitsSettings(allowed_token_ids=array("q", [100_000])),
-    "bad words": LogitsSettings(bad_words=((1, 2, 9), (2, 11), (5,))),
-    "min tokens": LogitsSettings(min_tokens=50, end_token_ids=(0, 1, 2, 7)),
-    "bans of all": LogitsSettings(allowed_token_ids=array("q", [5]), bad_words=((5,),)),
-    "bias": LogitsSettings(logit_bias=((4, 9.5), (8, -100.0), (99_999, 3.0))),
-    "penalties": LogitsSettings(
-        repetition_penalty=1.7,
-        frequency_penalty=0.8,
-        presence_penalty=-0.6,
-        prompt_token_ids=array("q", [1, 3, 70_000]),
-    ),
-    "grammar": LogitsSettings(grammar="x", allowed_token_ids=array("q", [1, 2, 3])),
-    "all": LogitsSettings(
-        grammar="x",
-        bad_words=((2, 12),),
-        logit_bias=((20, 5.0), (24, -3.0)),
-        repetition_penalty=0.6,
-        frequency_penalty=1.9,
-        presence_penalty=1.1,
-        prompt_token_ids=array("q", range(0, 60, 2)),
-    ),
-}
-
-
 @pytest.mark.parametrize("vocab", [70, 129, 1000])
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_logits_processors_are_those_of_pytorch(native, name, vocab):
     logits = made(40, vocab, 4.0)
     outputs = (*whole_numbers(30, 5).abs().tolist(), 1, 2)
-    settings_ = EDITS[name]
+    settings_ = SETTINGS[name]
     draws = [
         changed(base, logits_settings=settings_ if row % 3 else None, output_token_ids=outputs if row % 3 else ())
         for row, base in enumerate(seeded(FILTERS["plain"], 20) + seeded(FILTERS["greedy"], 20))
@@ -196,7 +154,7 @@ def test_logprobs_ranks_and_the_best_are_those_of_pytorch(native, vocab):
 
 def test_a_penalty_does_not_touch_the_report(native):
     logits = made(1, 500)
-    draws = [changed(PLAIN, num_logprobs=3, logits_settings=EDITS["bias"])]
+    draws = [changed(PLAIN, num_logprobs=3, logits_settings=SETTINGS["bias"])]
     same_report(sampled(native, logits, draws), sampled(TORCH, logits, draws))
 
 
@@ -204,7 +162,7 @@ def test_a_penalty_does_not_touch_the_report(native):
 @pytest.mark.parametrize("place", [0, 17, 999])
 def test_a_row_that_is_no_numbers_gives_no_token_and_leaves_the_others(native, bad, place):
     logits = made(3, 1000)
-    draws = [changed(PLAIN, num_logprobs=1, logits_settings=EDITS["allowed"])] * 3
+    draws = [changed(PLAIN, num_logprobs=1, logits_settings=SETTINGS["allowed"])] * 3
     right = sampled(native, logits, draws)
     logits[1, place if bad != -INF else slice(None)] = bad
     broken = sampled(native, logits, draws)

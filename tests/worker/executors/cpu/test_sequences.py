@@ -10,7 +10,8 @@ from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu import part_packing
 from holdfast.worker.step_plan import BlockCopy
 from tests.worker.executors.cpu.native import BF16, F16, F32, same_bits
-from tests.worker.executors.cpu.runs import Part, Runner, layout_of, tokens
+from tests.worker.executors.cpu.runs import Runner, layout_of, tokens
+from tests.worker.executors.steps import Part
 
 CASES = ("llama", "gemma2", "glm4_moe_lite", "gpt_oss", "mixtral")
 LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 66, 90, 128, 140)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.worker.executors.cpu.native import BF16, F16, F32, library_or_skip, other_classes, same_bits
-from tests.worker.executors.cpu.runs import Part, Runner, layout_of, tokens
+from tests.worker.executors.cpu.runs import Runner, layout_of, tokens
 from tests.worker.executors.cpu.test_bits import CASES
+from tests.worker.executors.steps import Part
 
 SEQUENCES = [tokens(length, seed=length) for length in (90, 45, 33, 70)]
 STEPS = ((20, 1, 0, 0), (40, 0, 33, 1), (1, 43, 0, 66), (29, 1, 0, 3))

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.executors import kv_cache as fp8
 from holdfast.worker.executors.gpu.executor import GpuExecutor
@@ -16,18 +15,10 @@ from holdfast.worker.executors.gpu.rank_exchange import Share
 from holdfast.worker.executors.kv_cache import LayerCache
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.models.reference import Reference
-from holdfast.worker.step_plan import BlockCopy, ScheduledSequence, StepPlan
+from holdfast.worker.step_plan import BlockCopy
+from tests.worker.executors.steps import Part, batch_of
 
 MAX_POSITIONS = 4096
-
-
-@dataclass
-class Part:
-    """One sequence's share of a step."""
-
-    first: int
-    token_ids: Sequence[int]
-    blocks: Sequence[int]
 
 
 @dataclass
@@ -102,19 +93,3 @@ def spoil(pages: LayerCache) -> None:
         pool.fill_(torch.nan if scales is None else 0x7F)
         if scales is not None:
             scales.fill_(fp8.BROKEN)
-
-
-def batch_of(parts: Sequence[Part], block_size: int, copies: Sequence[BlockCopy] = ()) -> StepBatch:
-    """A step that wants the logits of all tokens."""
-    sequences = tuple(
-        ScheduledSequence(
-            sequence_id=number,
-            first_position=part.first,
-            token_ids=tuple(part.token_ids),
-            block_ids=tuple(part.blocks[: -(-(part.first + len(part.token_ids)) // block_size)]),
-            draw=None,
-            num_draws=len(part.token_ids),
-        )
-        for number, part in enumerate(parts)
-    )
-    return StepBatch.of(StepPlan(step_id=0, others=sequences, block_copies=tuple(copies)))

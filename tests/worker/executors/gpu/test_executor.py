@@ -20,8 +20,8 @@ from tests.draw_params import draw_params
 from tests.worker.executors import models
 from tests.worker.executors.cpu.runs import layout_of, tokens
 from tests.worker.executors.gpu import runs
-from tests.worker.executors.gpu.runs import Part, batch_of
 from tests.worker.executors.models import MODELS, config_of, expected_logits, on_ranks
+from tests.worker.executors.steps import Part, batch_of
 
 BF16, F32 = torch.bfloat16, torch.float32
 Runner = partial(runs.Runner, launch=launch)

@@ -29,9 +29,10 @@ from tests.worker.engine.two_plans import make_request
 from tests.worker.executors import models
 from tests.worker.executors.cpu.runs import layout_of, tokens
 from tests.worker.executors.gpu import runs
-from tests.worker.executors.gpu.runs import Fp8Reference, Part
+from tests.worker.executors.gpu.runs import Fp8Reference
 from tests.worker.executors.gpu.test_executor import size_of
 from tests.worker.executors.models import MODELS, config_of, expected_logits, on_ranks
+from tests.worker.executors.steps import Part
 
 TEXT = """Each request goes to one replica, and a replica that is lost takes no request with it: the router keeps what \
 was said so far, and another replica goes on from there. A token depends on the model and on the request alone, \

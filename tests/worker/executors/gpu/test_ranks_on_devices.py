@@ -16,10 +16,10 @@ from holdfast.worker.models import native_backend as backend
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu import runs
 from tests.worker.executors.gpu.forked_ranks import fork_ranks
-from tests.worker.executors.gpu.runs import Part
 from tests.worker.executors.gpu.test_executor import FakeDevice
 from tests.worker.executors.gpu.test_two_steps import chain, model_of, served
 from tests.worker.executors.models import config_of, layout_of, prepared
+from tests.worker.executors.steps import Part
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SHARE_WORDS = 1 << 18

@@ -21,8 +21,8 @@ from tests.worker.engine.turns import INFO
 from tests.worker.engine.two_plans import Listener, make_request
 from tests.worker.executors.cpu.runs import layout_of, tokens
 from tests.worker.executors.gpu import runs
-from tests.worker.executors.gpu.runs import Part, batch_of
 from tests.worker.executors.gpu.test_executor import FakeDevice
+from tests.worker.executors.steps import Part, batch_of
 from tests.worker.fake_device import VirtualClock
 
 Runner = partial(runs.Runner, launch=launch)
