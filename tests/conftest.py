@@ -127,8 +127,8 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     """What a file says of torch's threads is forgotten after it: which rows agree depends on their number."""
-    if not gc.get_freeze_count():  # the file before has thawed them
-        gc.freeze()
+    gc.collect()
+    gc.freeze()  # also what a file before has thawed
     yield
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)

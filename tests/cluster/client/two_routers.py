@@ -15,7 +15,7 @@ from holdfast.router.server.router import Router
 from holdfast.router.wire.resume_codec import MARK
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.router.api.http.test_openai_sdk import TEMPLATE
-from tests.router.site import eventually
+from tests.router.site import CALM, eventually
 
 NUM_TOKENS = 7
 
@@ -127,6 +127,7 @@ async def two_routers(step_s: float = 0.002) -> AsyncIterator[Two]:
             StaticDirectory([replica.endpoint]),
             load_tokenizer=lambda path: byte_tokenizer(path, TEMPLATE),
             http_port=0,
+            overload=CALM,
         )
         routers.append(router)
         cutters.append(await Cutter(router.http_address).start())
