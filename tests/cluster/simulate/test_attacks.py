@@ -49,8 +49,10 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def leave_logit_bias_without_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampling = bounds._sampling
-    monkeypatch.setattr(bounds, "_sampling", lambda limits: sampling(limits) | {"logit_bias": UNBOUNDED})
+    of_list = bounds._of_list
+    monkeypatch.setattr(
+        bounds, "_of_list", lambda name, limits: UNBOUNDED if name == "logit_bias" else of_list(name, limits)
+    )
 
 
 def leave_token_ids_without_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
