@@ -41,13 +41,13 @@ from holdfast.worker.config import (
     SpeculationConfig,
     WorkerConfig,
 )
-from holdfast.worker.distributed.tensor_parallel import Message, SingleRank
+from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import ModelRunner
 from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.rank import prepare_process
 from holdfast.worker.replica.replica import Replica
 from tests import loops
-from tests.chaos.paced import PacedRank, two_ranks
+from tests.chaos.paced import PacedRunner, two_ranks
 
 LOOK_S = 0.01
 FLIPPED_BIT = 9
@@ -57,20 +57,18 @@ _MOST_BYTES = 4096
 """Of the settings of a cache."""
 
 
-class RottenRank(PacedRank):
-    """Flips one bit of a weight of its own process just before step number `rots_at_step`."""
+class Rot:
+    """Flips one bit of a weight of its own process just before step number `step`."""
 
-    def __init__(self, step_s: float, runner: ModelRunner, rots_at_step: int) -> None:
-        super().__init__(step_s)
+    def __init__(self, runner: ModelRunner, step: int) -> None:
         self._runner = runner
-        self._left = rots_at_step
+        self._left = step
 
-    def broadcast(self, message: Message | None) -> Message:
+    def __call__(self) -> None:
         self._left -= 1
         if self._left == 0:
             norm = self._runner.backend.executor.packed.model.norm
             (c_uint32 * 1).from_address(norm.weight)[0] ^= 1 << (16 + FLIPPED_BIT)  # the upper half is the bfloat16
-        return super().broadcast(message)
 
 
 class FileDirectory:
@@ -103,7 +101,7 @@ class ForkServer:
         )
         device = torch.device("cpu")
         prepare_process(self._config, device)
-        self._runner = ModelRunner.load(self._config, SingleRank(), device=device)
+        self._runner = PacedRunner.load(self._config, SingleRank(), device=device)
 
     def run(self) -> None:
         """Forks on every order, until there are no more."""
@@ -147,12 +145,11 @@ class ForkServer:
                 "parallel": ParallelConfig(num_threads=1, tensor_parallel_size=num_ranks),
             }
         )
-        if num_ranks == 1:
-            rank = PacedRank(step_s) if rots_at_step is None else RottenRank(step_s, self._runner, rots_at_step)
-            replica, rank_pid = Replica.around(config, self._runner, rank), 0
-        else:
-            runner, group, rank = two_ranks(config, step_s, self._begin)
-            replica, rank_pid = Replica.around(config, runner, group, rank), rank.pid
+        runner, group, rank = (self._runner, SingleRank(), None) if num_ranks == 1 else two_ranks(config, self._begin)
+        runner.step_s = step_s
+        if rots_at_step is not None:
+            runner.before_step = Rot(runner, rots_at_step)
+        replica, rank_pid = Replica.around(config, runner, group, rank), 0 if rank is None else rank.pid
         server = await LinkServer.start(replica, replica_id=id)
         loop = asyncio.get_running_loop()
         end = ProcessEnd(lambda: asyncio.run_coroutine_threadsafe(server.stop(), loop).result(FLUSH_S))

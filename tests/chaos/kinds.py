@@ -135,6 +135,10 @@ class Completion:
     """Told of a whole answer alone."""
 
 
+UNCOMPARED: Final = ("sequences", "num_doubled", "arrivals_s", "num_attempts")
+"""Fields of an answer that may differ, and the one that is compared by its parts."""
+
+
 @dataclass
 class Answer:
     """All that one client was told. Two are equal if it was told the same; when it was told does not count."""
@@ -148,6 +152,8 @@ class Answer:
     """Tokens that came with an index that had come before."""
     arrivals_s: list[float] = field(default_factory=list, compare=False)
     """When each chunk came, by the monotonic clock."""
+    num_attempts: int = field(default=0, compare=False)
+    """Replicas that it ran on, one after the other; 0: not told."""
 
     @property
     def num_tokens(self) -> int:
@@ -164,7 +170,7 @@ class Answer:
     def difference(self, right: "Answer") -> str:
         """Where this answer and the right one part; empty if they do not."""
         message, wanted = vars(self) | _by_sequence(self), vars(right) | _by_sequence(right)
-        compared = [name for name in message if name not in ("sequences", "num_doubled", "arrivals_s")]
+        compared = [name for name in message if name not in UNCOMPARED]
         return "; ".join(
             f"{name}: {message[name]}, not {wanted.get(name)}" for name in compared if message[name] != wanted.get(name)
         )
@@ -180,6 +186,7 @@ class Answer:
         self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
         if chunk.usage is not None:
             self.usage = _counts(chunk.usage)
+            self.num_attempts = 0 if chunk.usage.figures is None else chunk.usage.figures.num_attempts
 
     def take_all(self, whole: Generation) -> None:
         """An answer that comes in one piece."""

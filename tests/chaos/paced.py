@@ -13,8 +13,10 @@ import torch
 from benchmarks.free_port import pick_port
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.rendezvous import Rendezvous
-from holdfast.worker.distributed.tensor_parallel import DistributedGroup, Message, SingleRank
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import DistributedGroup
 from holdfast.worker.engine.model_runner import ModelRunner, follow
+from holdfast.worker.executors.step_sampler import HeadOutput
 
 logger = logging.getLogger(__name__)
 
@@ -24,34 +26,26 @@ WORKSPACE_BYTES = 64 * 2**20
 HOST = "127.0.0.1"
 
 
-class PacedRank(SingleRank):
-    """A group of one whose steps take at least `step_s`, so that faults can be timed to a token from outside.
+class PacedRunner(ModelRunner):
+    """A rank whose steps take at least `step_s` where it leads, so that faults can be timed to a token from outside.
 
     They also take, and give back, the memory that steps of a larger model need.
     """
 
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
+    step_s = 0.0
+    """Set once it is loaded: the steps of its self-check take no longer than they need."""
+    before_step: Callable[[], object] | None = None
 
-    def broadcast(self, message: Message | None) -> Message:
-        time.sleep(self._step_s)
+    def execute(self, batch: StepBatch) -> HeadOutput:
+        time.sleep(self.step_s)
+        if self.before_step is not None:
+            self.before_step()
         torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
-        return super().broadcast(message)
+        return super().execute(batch)
 
-
-class PacedGroup(DistributedGroup):
-    """The same of two ranks; the leader sets the pace, and the memory is taken on both."""
-
-    def __init__(self, rank: int, rendezvous: Rendezvous, step_s: float) -> None:
-        super().__init__(rank, 2, rendezvous)
-        self._step_s = step_s
-
-    def broadcast(self, message: Message | None) -> Message:
-        if self.rank == 0:
-            time.sleep(self._step_s)
-        order = super().broadcast(message)
+    def take_part(self, batch: StepBatch) -> None:
         torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
-        return order
+        super().take_part(batch)
 
 
 class ForkedRank:
@@ -87,17 +81,15 @@ class ForkedRank:
             signal.pidfd_send_signal(self._end, signal.SIGKILL)
 
 
-def two_ranks(
-    config: WorkerConfig, step_s: float, on_birth: Callable[[], None]
-) -> tuple[ModelRunner, PacedGroup, ForkedRank]:
+def two_ranks(config: WorkerConfig, on_birth: Callable[[], None]) -> tuple[PacedRunner, DistributedGroup, ForkedRank]:
     """A leader, loaded and checked, and the other one. `on_birth` is called in the other one's process. Blocking."""
     rendezvous, device = Rendezvous.at(HOST, pick_port(HOST)), torch.device("cpu")
 
     def live() -> None:
         on_birth()
-        group = PacedGroup(1, rendezvous, step_s)
-        follow(ModelRunner.load(config, group, device=device), group)
+        group = DistributedGroup(1, 2, rendezvous)
+        follow(PacedRunner.load(config, group, device=device), group)
 
     rank = ForkedRank.start(live)
-    group = PacedGroup(0, rendezvous, step_s)
-    return ModelRunner.load(config, group, device=device), group, rank
+    group = DistributedGroup(0, 2, rendezvous)
+    return PacedRunner.load(config, group, device=device), group, rank

@@ -66,7 +66,7 @@ class Sweep:
         struck_s = time.monotonic()
         await self.fault.strike(victim)
         answer = await asking
-        if not self.kind.is_whole and answer.longest_pause_after(struck_s) is None:
+        if not self.kind.is_whole and (answer.longest_pause_after(struck_s) is None or self.was_missed(answer)):
             await self.fault.mend(self.cluster, victim)
             return False
         self.row.num_faults += 1
@@ -75,6 +75,10 @@ class Sweep:
         self.row.num_recomputed += await self.num_recomputed(before, victim, int(wanted))
         await self.fault.mend(self.cluster, victim)
         return True
+
+    def was_missed(self, answer: Answer) -> bool:
+        """Whether the replica had computed all of it when it was struck."""
+        return self.fault.choose is ForkedCluster.serving_replica and answer.num_attempts == 1
 
     async def victim(self, is_over: Callable[[], bool]) -> Forked | None:
         """Steps of a beam search are over before a load is told that has them: any replica may have the next one."""

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ class ModelRunner:
         group: TensorParallelGroup,
         progress: Report | None = None,
         device: torch.device | None = None,
-    ) -> "ModelRunner":
+    ) -> Self:
         """Loads this rank's share of the model and checks it. All ranks of the group call this together; blocking.
 
         Raises `ConfigurationError` or `UnsupportedModelError`, on every rank, where the model cannot be served so.
