@@ -18,7 +18,8 @@ Strike = Callable[[Forked], Awaitable[object]]
 Choose = Callable[[ForkedCluster, Callable[[], bool]], Awaitable[Forked | None]]
 Mend = Callable[[ForkedCluster, Forked], Awaitable[object]]
 
-HOG_BYTES: Final = 16 * 2**20
+HOG_BYTES: Final = 2**20
+"""Of a prompt. Messages above `limits.max_message_bytes` are refused before they take memory."""
 
 
 @dataclass(frozen=True)

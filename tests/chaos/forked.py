@@ -32,6 +32,8 @@ from tests.fakes import Wire
 POLL_S = 0.003
 UP_S = 15.0
 START_S = 60.0
+STEP_S = 0.006
+"""Seconds, at least, of a step of a replica."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +288,7 @@ async def gone(process: Forked) -> None:
 async def forked_cluster(
     folder: Path,
     *,
-    step_s: float = 0.006,
+    step_s: float = STEP_S,
     num_blocks: int = 200,
     kv_cache_dtype: KVCacheDtype = "auto",
     num_ranks: int = 1,

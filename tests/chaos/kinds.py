@@ -185,8 +185,7 @@ class Answer:
         sequence.finish_reason = chunk.finish_reason or sequence.finish_reason
         self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
         if chunk.usage is not None:
-            self.usage = _counts(chunk.usage)
-            self.num_attempts = 0 if chunk.usage.figures is None else chunk.usage.figures.num_attempts
+            self._take_usage(chunk.usage)
 
     def take_all(self, whole: Generation) -> None:
         """An answer that comes in one piece."""
@@ -200,7 +199,11 @@ class Answer:
                 cumulative_logprob=one.cumulative_logprob,
             )
         self.prompt_logprobs = whole.prompt_logprobs
-        self.usage = _counts(whole.usage)
+        self._take_usage(whole.usage)
+
+    def _take_usage(self, usage: Usage) -> None:
+        self.usage = _counts(usage)
+        self.num_attempts = 0 if usage.figures is None else usage.figures.num_attempts
 
     def longest_pause_after(self, moment_s: float) -> float | None:
         """Seconds without a chunk, at most, from a moment to the end; None if it ended, or began, on the other side of

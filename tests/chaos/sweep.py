@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,19 +67,24 @@ class Sweep:
         struck_s = time.monotonic()
         await self.fault.strike(victim)
         answer = await asking
-        if not self.kind.is_whole and (answer.longest_pause_after(struck_s) is None or self.was_missed(answer)):
+        if self.was_missed(answer, struck_s):
+            victim.send(signal.SIGKILL)  # a process that nothing asks any more does not end of what it lacks
             await self.fault.mend(self.cluster, victim)
             return False
         self.row.num_faults += 1
         self.row.pauses_s += [pause_s for pause_s in [answer.longest_pause_after(struck_s)] if pause_s is not None]
         self.row.judge(answer, self.right)
         self.row.num_recomputed += await self.num_recomputed(before, victim, int(wanted))
+        if answer.num_attempts == 0:  # nobody knows whether the victim had a part in it
+            victim.send(signal.SIGKILL)
         await self.fault.mend(self.cluster, victim)
         return True
 
-    def was_missed(self, answer: Answer) -> bool:
-        """Whether the replica had computed all of it when it was struck."""
-        return self.fault.choose is ForkedCluster.serving_replica and answer.num_attempts == 1
+    def was_missed(self, answer: Answer, struck_s: float) -> bool:
+        """Whether it was told, or the replica had computed all of it, before the fault."""
+        if self.fault.choose is ForkedCluster.serving_replica and answer.num_attempts == 1:
+            return True
+        return not self.kind.is_whole and answer.longest_pause_after(struck_s) is None
 
     async def victim(self, is_over: Callable[[], bool]) -> Forked | None:
         """Steps of a beam search are over before a load is told that has them: any replica may have the next one."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from holdfast.cluster.client.async_client import AsyncClient
 from tests.chaos.faults import (
     FROZEN_REPLICA,
     FROZEN_ROUTER,
@@ -17,8 +18,8 @@ from tests.chaos.faults import (
     STARVED_ROUTER,
     Fault,
 )
-from tests.chaos.forked import ForkedCluster, forked_cluster
-from tests.chaos.kinds import KINDS, Kind
+from tests.chaos.forked import STEP_S, ForkedCluster, forked_cluster
+from tests.chaos.kinds import KINDS, Kind, ask
 from tests.chaos.sweep import sweep
 from tests.chaos.tally import Tally
 
@@ -41,6 +42,18 @@ def cluster(loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> I
     making = forked_cluster(tmp_path_factory.mktemp("sweep"))
     yield loop.run(making.__aenter__())
     loop.run(making.__aexit__(None, None, None))
+
+
+def test_steps_take_their_time(loop: asyncio.Runner, cluster: ForkedCluster):
+    """Else faults come between no two tokens."""
+
+    async def times() -> list[float]:
+        async with AsyncClient(cluster.addresses) as client:
+            await cluster.until_up()
+            return (await ask(client, KINDS[0].longer(40))).arrivals_s
+
+    arrivals_s = loop.run(times())
+    assert arrivals_s[-1] - arrivals_s[0] > 38 * STEP_S
 
 
 @pytest.mark.slow
