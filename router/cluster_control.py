@@ -27,6 +27,8 @@ class ClusterModel:
     """Activity of the replicas that do not serve yet, or the reason why they cannot."""
     settings: str = ""
     """The settings that its replicas were started with, as nested JSON; empty while none serves. No secrets."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Digests of its adapters, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Operator state of a cluster: drains, pauses, canaries and log level, as plain data, the same in every router."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -89,6 +90,14 @@ class OperatorState:
         """Instead of what the name has meant; None: it means nothing from now on."""
         others = tuple(one for one in self.adapters if one.name != name)
         return self._next(adapters=(*others, NamedAdapter(model=model, name=name, adapter=adapter)))
+
+    def adapters_of(self, model: str, started_with: Iterable[Adapter]) -> list[Adapter]:
+        """Adapters of a model by name: those that its replicas were started with, as operators have changed them."""
+        found = {one.name: one for one in started_with} | {
+            one.name: one.adapter for one in self.adapters if one.model == model and one.adapter is not None
+        }
+        gone = {one.name for one in self.adapters if one.adapter is None or one.model != model}
+        return [adapter for name, adapter in sorted(found.items()) if name not in gone]
 
     def with_log_level(self, level: str) -> "OperatorState":
         """Raises `InvalidRequestError` for a level that there is not."""

@@ -202,6 +202,8 @@ def _print_models(models: Iterable[Any]) -> None:
         disks = f"on full disks={model.num_on_full_disks}" if model.num_on_full_disks else ""
         row = model.name, model.status.lower(), f"replicas={model.num_replicas}", shown, engines, disks, model.activity
         print("  ".join(filter(None, row)))
+        for adapter, digest in sorted(model.adapters.items()):
+            print(f"{adapter}  adapter of {model.name}  digest={digest}")
 
 
 @contextmanager

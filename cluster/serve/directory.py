@@ -22,6 +22,7 @@ from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.versions import VersionCounts
 from holdfast.router.operator_state import NO_OPERATOR_STATE, Change, OperatorState
 from holdfast.router.router_losses import RouterLoss
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.errors import InternalError
 from holdfast.worker.replica.processes import OomScore, ProcessId, lower_oom_score
 
@@ -92,6 +93,8 @@ class Member:
     model_path: str = ""
     """The folder of the model, of a replica that serves. Routers read the tokenizer there: it is the same on every
     node."""
+    adapters: tuple[Adapter, ...] = ()
+    """Adapters that a serving replica was started with."""
     phase: str = "loading libraries"
     """Phase of the start, in words."""
     done: int = 0

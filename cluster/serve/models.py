@@ -129,6 +129,12 @@ def list_models(namespace: str) -> list[ClusterModel]:
                 {one.error or one.phase for one in replicas if one.model == name and one.address is None}
             ),
             settings=next((one.settings for one in snapshot.serving(Role.REPLICA) if one.model == name), ""),
+            adapters={
+                one.name: one.digest
+                for one in snapshot.operator_state.adapters_of(
+                    name, [adapter for one in replicas if one.model == name for adapter in one.adapters]
+                )
+            },
         )
         for name in names
     ]

@@ -146,6 +146,7 @@ class ReplicaDeployment:
             metrics_address=scraped,
             model=info.model,
             model_path=info.path,
+            adapters=info.adapters,
             version=info.version,
             tokenizer_digest=await asyncio.to_thread(tokenizer_digest, hf_folder(Path(info.path), info.model)),
         )

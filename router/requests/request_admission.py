@@ -1,7 +1,7 @@
 """Request admission: the checks of a client's request, and the sequences that it becomes."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -10,7 +10,7 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.endings import stopping
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import FRESH, CaughtUp, ModelStatus
-from holdfast.router.operator_state import NamedAdapter, Pause
+from holdfast.router.operator_state import NO_OPERATOR_STATE, NamedAdapter, OperatorState, Pause
 from holdfast.router.overload.byte_ledger import CURRENT_LEASE
 from holdfast.router.overload.overload import Overload
 from holdfast.router.request import GenerationRequest
@@ -94,13 +94,14 @@ class Adapters:
     def __init__(self, statuses: Callable[[], Mapping[str, ModelStatus]]) -> None:
         """`statuses`: of the models that are served, whose replicas know those that they were started with."""
         self._statuses = statuses
+        self._state = NO_OPERATOR_STATE
         self._named: dict[str, NamedAdapter] = {}
         self.exact: dict[str, ServedAdapter] = {}
         """Adapters by `Adapter.key`, for callers who mean one content, independent of names."""
 
-    def set(self, adapters: Iterable[NamedAdapter]) -> None:
-        """Sets the adapters that operators have loaded."""
-        self._named = {one.name: one for one in adapters}
+    def set(self, operator_state: OperatorState) -> None:
+        """Sets those that operators have loaded, or unloaded."""
+        self._state, self._named = operator_state, {one.name: one for one in operator_state.adapters}
 
     def find(self, name: str) -> ServedAdapter | None:
         """The adapter of a name that is no model's; None: there is none."""
@@ -112,11 +113,7 @@ class Adapters:
 
     def of(self, model: str) -> list[Adapter]:
         """All of a model, by name."""
-        loaded = {one.name: one for one in self._named.values()}
-        found = {one.adapter.name: one.adapter for one in self._of_replicas() if one.model == model}
-        found |= {name: one.adapter for name, one in loaded.items() if one.model == model and one.adapter is not None}
-        gone = {name for name, one in loaded.items() if one.adapter is None or one.model != model}
-        return [adapter for name, adapter in sorted(found.items()) if name not in gone]
+        return self._state.adapters_of(model, [one.adapter for one in self._of_replicas() if one.model == model])
 
     def _of_replicas(self) -> Iterator[ServedAdapter]:
         for model, status in self._statuses().items():

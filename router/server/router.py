@@ -327,7 +327,7 @@ class Router:
         self.operator_state = operator_state
         self._dispatch_host.set_operator_state(operator_state)
         self._request_processor.pauses.set(operator_state.pauses)
-        self._request_processor.adapters.set(operator_state.adapters)
+        self._request_processor.adapters.set(operator_state)
         if operator_state.log_level is not None:
             set_log_level(operator_state.log_level)
 

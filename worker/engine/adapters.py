@@ -49,9 +49,11 @@ class RankAdapters:
                 f"{folder.given}: it holds {folder.digest[:16]} now, and the request is for {adapter.digest[:16]}; "
                 "load the adapter again, under this name or another"
             )
-        if not folder.has_effect:
+        executor = self._executor()
+        packed = executor.pack_adapter(self._places.apply(folder))
+        if not self._places.prove(folder, executor.dtype, packed.added):
             logger.warning("%s: it adds nothing but zeros, so that outputs are those of the model alone", folder.given)
-        return self._executor().pack_adapter(self._places.apply(folder))
+        return packed
 
     def load_named(self, folders: Mapping[str, str]) -> tuple[Adapter, ...]:
         """Loads each adapter of the settings once, as a check at the start, and returns them. Raises

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from holdfast.worker.adapter import CONFIG, WEIGHTS, check_adapter_name, check_weights_are_there, digest_of
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.cpu.adapters import LowRank
+from holdfast.worker.executors.finite import NotFiniteError, check_finite
 
 MAX_RANK: Final = 256  # rank of a LoRA matrix
 MAX_BYTES: Final = 8 << 30
@@ -37,17 +39,6 @@ _READ: Final = frozenset(
 )
 _INITIALIZED: Final = (True, False, "gaussian", "eva", "orthogonal", None)
 """Values of `init_lora_weights` that leave the base model's weights as they are."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowRank:
-    """Matrices of one module, which adds `scale * b a x`."""
-
-    a: Tensor
-    """[rank, inputs], of a floating type, as stored."""
-    b: Tensor
-    """[outputs, rank]"""
-    scale: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +153,10 @@ def _modules(given: str, config: Mapping[str, Any], weights: bytes) -> dict[str,
             raise ConfigurationError(
                 f"{given}: {name} is {tensor.dtype} {shape}, and must be a matrix of a floating type"
             )
-        if not bool(tensor.isfinite().all()):
-            raise ConfigurationError(f"{given}: {name} has a NaN or an infinity")
+        try:
+            check_finite(tensor)
+        except NotFiniteError as error:
+            raise ConfigurationError(f"{given}: {name} has a NaN or an infinity") from error
         parts = pairs.setdefault(match["module"], {})
         if match["part"] in parts:
             raise ConfigurationError(f"{given}: {match['module']} has lora_{match['part']} twice")

@@ -4,18 +4,20 @@ They are found by reading the layout twice more, from tensors that are numbers o
 that are stacked, split, taken apart by heads or shared by ranks in any way need no rule of their own here.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-from holdfast.worker.executors.cpu.adapters import AdaptedLinear, IntArray, adaptable
+from holdfast.worker.executors.cpu.adapters import AdaptedLinear, LowRank, adaptable
+from holdfast.worker.executors.cpu.packed_rows import IntArray
 from holdfast.worker.executors.layout import DecoderLayout
-from holdfast.worker.models.adapter_folder import AdapterFolder, LowRank
+from holdfast.worker.models.adapter_folder import AdapterFolder
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.quantized_activations import Kept
 from holdfast.worker.models.rank_share import RankShare
@@ -25,6 +27,8 @@ from holdfast.worker.models.stated_tensors import StoredTensors
 _SUFFIX: Final = ".weight"
 _IN_TABLES: Final = 2**40
 """A row's number is its tensor's, times this, and its own."""
+_PROOF_LIMIT: Final = 1e-4
+"""Largest error of what is added, as a share of its usual size: sums are float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,21 +46,47 @@ class Place:
     columns: IntArray
     """[inputs] which input of its modules each is."""
 
-    def adapted(self, modules: dict[str, LowRank]) -> AdaptedLinear | None:
-        """Numbers that an adapter adds here; None: it has none of these modules."""
-        present = [(number, modules[name]) for number, name in enumerate(self.modules) if name in modules]
-        if not present:
+    def adapted(self, modules: Mapping[str, LowRank]) -> AdaptedLinear | None:
+        """Matrices that an adapter adds here; None: it has none of these modules."""
+        parts = tuple(self._own(modules.get(name)) for name in self.modules)
+        if not any(parts):
             return None
-        columns = torch.from_numpy(self.columns)
-        a = torch.cat([one.a.float()[:, columns] for _, one in present])
-        scales = torch.cat([torch.full((len(one.a),), one.scale) for _, one in present])
-        b, ranks_of, first = torch.zeros(len(self.rows), len(a)), np.zeros((len(self.rows), 2), dtype=np.int64), 0
-        for number, one in present:
-            outputs, end = np.flatnonzero(self.module_of == number), first + len(one.a)
-            b[torch.from_numpy(outputs), first:end] = one.b.float()[torch.from_numpy(self.rows[outputs])]
-            ranks_of[outputs] = first, end
-            first = end
-        return AdaptedLinear(a=a, b=b, scales=scales, ranks_of=ranks_of)
+        return AdaptedLinear(parts=parts, part_of=self.module_of, rows=self.rows)
+
+    def _own(self, one: LowRank | None) -> LowRank | None:
+        first, length = int(self.columns[0]), len(self.columns)
+        if one is None or length == one.a.shape[1]:
+            return one
+        is_run = np.array_equal(self.columns, np.arange(first, first + length))
+        a = one.a[:, first : first + length] if is_run else one.a[:, torch.from_numpy(self.columns)]
+        return LowRank(a=a, b=one.b, scale=one.scale)
+
+    def probe(self) -> Tensor:
+        """Fixed inputs, float32 [inputs]: each of this rank has the number that it has on a single rank. They are what
+        any dtype holds.
+        """
+        return torch.from_numpy((self.columns * 37 + 11) % 127 - 63).float() / 64
+
+    def expected(self, modules: Mapping[str, LowRank], dtype: torch.dtype, x: Tensor) -> Iterator["_Expected"]:
+        """Numbers that are added to the outputs for inputs x, by the matrices alone, of each module that has some."""
+        for number, name in enumerate(self.modules):
+            if (one := self._own(modules.get(name))) is not None:
+                a, b = (part.to(dtype).float() for part in (one.a, one.b))
+                outputs = np.flatnonzero(self.module_of == number)
+                sums = (b @ ((a @ x) * one.scale))[torch.from_numpy(self.rows[outputs])]
+                inner = float(a.norm(dim=1).max()) * float(x.norm()) / len(x) ** 0.5  # root mean square of a sum
+                usual = inner * abs(one.scale) * float(b.abs().max())
+                yield _Expected(name, torch.from_numpy(outputs), sums, max(usual, float(sums.abs().max())))
+
+
+class _Expected(NamedTuple):
+    """Numbers of one module."""
+
+    name: str
+    outputs: Tensor
+    sums: Tensor
+    usual: float
+    """Usual size of such numbers: those of few ranks may cancel each other by chance."""
 
 
 class AdapterPlaces:
@@ -94,8 +124,36 @@ class AdapterPlaces:
                     f"has {shape[1]} inputs and {shape[0]} outputs: it is an adapter of another model"
                 )
         self._check_complete(folder)
-        found = {key: place.adapted(dict(folder.modules)) for key, place in self._places.items() if place is not None}
+        found = {key: place.adapted(folder.modules) for key, place in self._places.items() if place is not None}
         return {key: adapted for key, adapted in found.items() if adapted is not None}
+
+    def prove(self, folder: AdapterFolder, dtype: torch.dtype, added: Callable[[str, Tensor], Tensor]) -> bool:
+        """Whether an adapter adds anything to fixed inputs. `added(place, inputs)`: what the executor adds, with the
+        packed matrices and the products of a step; it must be what the weights of a merged model would add.
+
+        Raises `ConfigurationError` if it is not, if a tensor is applied at two places or at none, and if rounding to
+        the model's `dtype` leaves nothing of the adapter.
+        """
+        times, has_effect = Counter[str](), False
+        for key, place in self._places.items():
+            if place is None or not any(name in folder.modules for name in place.modules):
+                continue
+            inputs = place.probe()
+            found = added(key, inputs)
+            for one in place.expected(folder.modules, dtype, inputs):
+                times[one.name] += 1
+                error = float((found[one.outputs] - one.sums).abs().max())
+                if not error <= _PROOF_LIMIT * one.usual:  # NaN is refused, too
+                    raise folder.refused(
+                        f"{one.name}: what is added to fixed inputs is not the product of its matrices in {dtype} (it "
+                        f"differs by {error:.3g}, of numbers up to {one.usual:.3g})"
+                    )
+                has_effect = has_effect or bool(one.sums.any())
+        if wrong := [name for name in folder.modules if times[name] != 1]:
+            raise folder.refused(f"{wrong[0]} is applied {times[wrong[0]]} times, and must be applied once")
+        if not has_effect and folder.has_effect:
+            raise folder.refused(f"its numbers are too small for the model's {dtype}: nothing of it would be added")
+        return has_effect
 
     def _check_complete(self, folder: AdapterFolder) -> None:
         """Layers that it has nothing of may have been left out (`layers_to_transform`); the others are whole."""

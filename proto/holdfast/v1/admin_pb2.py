@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17holdfast/v1/admin.proto\x12\x0bholdfast.v1\"\"\n\x0c\x44rainRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"!\n\rDrainResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"$\n\x0eUndrainRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"#\n\x0fUndrainResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"-\n\x0cPauseRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06refuse\x18\x02 \x01(\x08\"!\n\rPauseResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"P\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07replace\x18\x04 \x01(\x08\"%\n\x13LoadAdapterResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x1e\n\rResumeRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\"\n\x0eResumeResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"#\n\x12SetLogLevelRequest\x12\r\n\x05level\x18\x01 \x01(\t\"\'\n\x13SetLogLevelResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"\x12\n\x10\x44umpStateRequest\"!\n\x11\x44umpStateResponse\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1a\n\x18ListClusterModelsRequest\"F\n\x19ListClusterModelsResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.holdfast.v1.ClusterModel\"\xfe\x01\n\x0c\x43lusterModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x14\n\x0cnum_replicas\x18\x03 \x01(\r\x12\x0f\n\x07\x65ngines\x18\x04 \x03(\t\x12\x39\n\x08versions\x18\x05 \x03(\x0b\x32\'.holdfast.v1.ClusterModel.VersionsEntry\x12\x19\n\x11num_on_full_disks\x18\x06 \x01(\r\x12\x10\n\x08\x61\x63tivity\x18\x07 \x01(\t\x12\x10\n\x08settings\x18\x08 \x01(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xf6\x01\n\x12\x43hangeModelRequest\x12$\n\x03\x61\x64\x64\x18\x01 \x01(\x0b\x32\x15.holdfast.v1.AddModelH\x00\x12*\n\x06update\x18\x02 \x01(\x0b\x32\x18.holdfast.v1.UpdateModelH\x00\x12.\n\x08rollback\x18\x03 \x01(\x0b\x32\x1a.holdfast.v1.RollbackModelH\x00\x12*\n\x06remove\x18\x04 \x01(\x0b\x32\x18.holdfast.v1.RemoveModelH\x00\x12(\n\x05scale\x18\x05 \x01(\x0b\x32\x17.holdfast.v1.ScaleModelH\x00\x42\x08\n\x06\x63hange\"\x1c\n\x08\x41\x64\x64Model\x12\x10\n\x08settings\x18\x01 \x01(\t\"\xa0\x01\n\x0bUpdateModel\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08settings\x18\x02 \x01(\t\x12\x14\n\x0c\x63\x61nary_share\x18\x03 \x01(\x01\x12\x1b\n\x0e\x63\x61nary_seconds\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0cmin_requests\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x11\n\x0f_canary_secondsB\x0f\n\r_min_requests\"\\\n\rRollbackModel\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x15\x64rain_timeout_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x18\n\x16_drain_timeout_seconds\"Z\n\x0bRemoveModel\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x15\x64rain_timeout_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x18\n\x16_drain_timeout_seconds\"1\n\nScaleModel\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cnum_replicas\x18\x02 \x01(\r\"\x86\x01\n\x13\x43hangeModelResponse\x12\x34\n\x08progress\x18\x01 \x01(\x0b\x32 .holdfast.v1.ModelChangeProgressH\x00\x12\x30\n\x06result\x18\x02 \x01(\x0b\x32\x1e.holdfast.v1.ModelChangeResultH\x00\x42\x07\n\x05\x65vent\"A\n\x13ModelChangeProgress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\"\x80\x01\n\x11ModelChangeResult\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cnum_replicas\x18\x02 \x01(\r\x12\x13\n\x0bold_version\x18\x03 \x01(\t\x12\x13\n\x0bnew_version\x18\x04 \x01(\t\x12\x1c\n\x14removed_applications\x18\x05 \x03(\t\"E\n\x0fReadLogsRequest\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x11\n\tnum_lines\x18\x02 \x01(\r\x12\x0e\n\x06\x66ollow\x18\x03 \x01(\x08\"7\n\x10ReadLogsResponse\x12#\n\x05lines\x18\x01 \x03(\x0b\x32\x14.holdfast.v1.LogLine\"(\n\x07LogLine\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t2\xe2\x06\n\x0c\x41\x64minService\x12>\n\x05\x44rain\x12\x19.holdfast.v1.DrainRequest\x1a\x1a.holdfast.v1.DrainResponse\x12\x44\n\x07Undrain\x12\x1b.holdfast.v1.UndrainRequest\x1a\x1c.holdfast.v1.UndrainResponse\x12>\n\x05Pause\x12\x19.holdfast.v1.PauseRequest\x1a\x1a.holdfast.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.holdfast.v1.ResumeRequest\x1a\x1b.holdfast.v1.ResumeResponse\x12P\n\x0bSetLogLevel\x12\x1f.holdfast.v1.SetLogLevelRequest\x1a .holdfast.v1.SetLogLevelResponse\x12P\n\x0bLoadAdapter\x12\x1f.holdfast.v1.LoadAdapterRequest\x1a .holdfast.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.holdfast.v1.UnloadAdapterRequest\x1a\".holdfast.v1.UnloadAdapterResponse\x12J\n\tDumpState\x12\x1d.holdfast.v1.DumpStateRequest\x1a\x1e.holdfast.v1.DumpStateResponse\x12\x62\n\x11ListClusterModels\x12%.holdfast.v1.ListClusterModelsRequest\x1a&.holdfast.v1.ListClusterModelsResponse\x12R\n\x0b\x43hangeModel\x12\x1f.holdfast.v1.ChangeModelRequest\x1a .holdfast.v1.ChangeModelResponse0\x01\x12I\n\x08ReadLogs\x12\x1c.holdfast.v1.ReadLogsRequest\x1a\x1d.holdfast.v1.ReadLogsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17holdfast/v1/admin.proto\x12\x0bholdfast.v1\"\"\n\x0c\x44rainRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"!\n\rDrainResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"$\n\x0eUndrainRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\"#\n\x0fUndrainResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"-\n\x0cPauseRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x06refuse\x18\x02 \x01(\x08\"!\n\rPauseResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"P\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07replace\x18\x04 \x01(\x08\"%\n\x13LoadAdapterResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x1e\n\rResumeRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\"\n\x0eResumeResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"#\n\x12SetLogLevelRequest\x12\r\n\x05level\x18\x01 \x01(\t\"\'\n\x13SetLogLevelResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\"\x12\n\x10\x44umpStateRequest\"!\n\x11\x44umpStateResponse\x12\x0c\n\x04json\x18\x01 \x01(\t\"\x1a\n\x18ListClusterModelsRequest\"F\n\x19ListClusterModelsResponse\x12)\n\x06models\x18\x01 \x03(\x0b\x32\x19.holdfast.v1.ClusterModel\"\xea\x02\n\x0c\x43lusterModel\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06status\x18\x02 \x01(\t\x12\x14\n\x0cnum_replicas\x18\x03 \x01(\r\x12\x0f\n\x07\x65ngines\x18\x04 \x03(\t\x12\x39\n\x08versions\x18\x05 \x03(\x0b\x32\'.holdfast.v1.ClusterModel.VersionsEntry\x12\x19\n\x11num_on_full_disks\x18\x06 \x01(\r\x12\x10\n\x08\x61\x63tivity\x18\x07 \x01(\t\x12\x10\n\x08settings\x18\x08 \x01(\t\x12\x39\n\x08\x61\x64\x61pters\x18\t \x03(\x0b\x32\'.holdfast.v1.ClusterModel.AdaptersEntry\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a/\n\rAdaptersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xf6\x01\n\x12\x43hangeModelRequest\x12$\n\x03\x61\x64\x64\x18\x01 \x01(\x0b\x32\x15.holdfast.v1.AddModelH\x00\x12*\n\x06update\x18\x02 \x01(\x0b\x32\x18.holdfast.v1.UpdateModelH\x00\x12.\n\x08rollback\x18\x03 \x01(\x0b\x32\x1a.holdfast.v1.RollbackModelH\x00\x12*\n\x06remove\x18\x04 \x01(\x0b\x32\x18.holdfast.v1.RemoveModelH\x00\x12(\n\x05scale\x18\x05 \x01(\x0b\x32\x17.holdfast.v1.ScaleModelH\x00\x42\x08\n\x06\x63hange\"\x1c\n\x08\x41\x64\x64Model\x12\x10\n\x08settings\x18\x01 \x01(\t\"\xa0\x01\n\x0bUpdateModel\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08settings\x18\x02 \x01(\t\x12\x14\n\x0c\x63\x61nary_share\x18\x03 \x01(\x01\x12\x1b\n\x0e\x63\x61nary_seconds\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0cmin_requests\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x11\n\x0f_canary_secondsB\x0f\n\r_min_requests\"\\\n\rRollbackModel\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x15\x64rain_timeout_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x18\n\x16_drain_timeout_seconds\"Z\n\x0bRemoveModel\x12\r\n\x05model\x18\x01 \x01(\t\x12\"\n\x15\x64rain_timeout_seconds\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\x18\n\x16_drain_timeout_seconds\"1\n\nScaleModel\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cnum_replicas\x18\x02 \x01(\r\"\x86\x01\n\x13\x43hangeModelResponse\x12\x34\n\x08progress\x18\x01 \x01(\x0b\x32 .holdfast.v1.ModelChangeProgressH\x00\x12\x30\n\x06result\x18\x02 \x01(\x0b\x32\x1e.holdfast.v1.ModelChangeResultH\x00\x42\x07\n\x05\x65vent\"A\n\x13ModelChangeProgress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\"\x80\x01\n\x11ModelChangeResult\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0cnum_replicas\x18\x02 \x01(\r\x12\x13\n\x0bold_version\x18\x03 \x01(\t\x12\x13\n\x0bnew_version\x18\x04 \x01(\t\x12\x1c\n\x14removed_applications\x18\x05 \x03(\t\"E\n\x0fReadLogsRequest\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x11\n\tnum_lines\x18\x02 \x01(\r\x12\x0e\n\x06\x66ollow\x18\x03 \x01(\x08\"7\n\x10ReadLogsResponse\x12#\n\x05lines\x18\x01 \x03(\x0b\x32\x14.holdfast.v1.LogLine\"(\n\x07LogLine\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t2\xe2\x06\n\x0c\x41\x64minService\x12>\n\x05\x44rain\x12\x19.holdfast.v1.DrainRequest\x1a\x1a.holdfast.v1.DrainResponse\x12\x44\n\x07Undrain\x12\x1b.holdfast.v1.UndrainRequest\x1a\x1c.holdfast.v1.UndrainResponse\x12>\n\x05Pause\x12\x19.holdfast.v1.PauseRequest\x1a\x1a.holdfast.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.holdfast.v1.ResumeRequest\x1a\x1b.holdfast.v1.ResumeResponse\x12P\n\x0bSetLogLevel\x12\x1f.holdfast.v1.SetLogLevelRequest\x1a .holdfast.v1.SetLogLevelResponse\x12P\n\x0bLoadAdapter\x12\x1f.holdfast.v1.LoadAdapterRequest\x1a .holdfast.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.holdfast.v1.UnloadAdapterRequest\x1a\".holdfast.v1.UnloadAdapterResponse\x12J\n\tDumpState\x12\x1d.holdfast.v1.DumpStateRequest\x1a\x1e.holdfast.v1.DumpStateResponse\x12\x62\n\x11ListClusterModels\x12%.holdfast.v1.ListClusterModelsRequest\x1a&.holdfast.v1.ListClusterModelsResponse\x12R\n\x0b\x43hangeModel\x12\x1f.holdfast.v1.ChangeModelRequest\x1a .holdfast.v1.ChangeModelResponse0\x01\x12I\n\x08ReadLogs\x12\x1c.holdfast.v1.ReadLogsRequest\x1a\x1d.holdfast.v1.ReadLogsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,6 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CLUSTERMODEL_VERSIONSENTRY']._loaded_options = None
   _globals['_CLUSTERMODEL_VERSIONSENTRY']._serialized_options = b'8\001'
+  _globals['_CLUSTERMODEL_ADAPTERSENTRY']._loaded_options = None
+  _globals['_CLUSTERMODEL_ADAPTERSENTRY']._serialized_options = b'8\001'
   _globals['_DRAINREQUEST']._serialized_start=40
   _globals['_DRAINREQUEST']._serialized_end=74
   _globals['_DRAINRESPONSE']._serialized_start=76
@@ -70,33 +72,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTCLUSTERMODELSRESPONSE']._serialized_start=681
   _globals['_LISTCLUSTERMODELSRESPONSE']._serialized_end=751
   _globals['_CLUSTERMODEL']._serialized_start=754
-  _globals['_CLUSTERMODEL']._serialized_end=1008
-  _globals['_CLUSTERMODEL_VERSIONSENTRY']._serialized_start=961
-  _globals['_CLUSTERMODEL_VERSIONSENTRY']._serialized_end=1008
-  _globals['_CHANGEMODELREQUEST']._serialized_start=1011
-  _globals['_CHANGEMODELREQUEST']._serialized_end=1257
-  _globals['_ADDMODEL']._serialized_start=1259
-  _globals['_ADDMODEL']._serialized_end=1287
-  _globals['_UPDATEMODEL']._serialized_start=1290
-  _globals['_UPDATEMODEL']._serialized_end=1450
-  _globals['_ROLLBACKMODEL']._serialized_start=1452
-  _globals['_ROLLBACKMODEL']._serialized_end=1544
-  _globals['_REMOVEMODEL']._serialized_start=1546
-  _globals['_REMOVEMODEL']._serialized_end=1636
-  _globals['_SCALEMODEL']._serialized_start=1638
-  _globals['_SCALEMODEL']._serialized_end=1687
-  _globals['_CHANGEMODELRESPONSE']._serialized_start=1690
-  _globals['_CHANGEMODELRESPONSE']._serialized_end=1824
-  _globals['_MODELCHANGEPROGRESS']._serialized_start=1826
-  _globals['_MODELCHANGEPROGRESS']._serialized_end=1891
-  _globals['_MODELCHANGERESULT']._serialized_start=1894
-  _globals['_MODELCHANGERESULT']._serialized_end=2022
-  _globals['_READLOGSREQUEST']._serialized_start=2024
-  _globals['_READLOGSREQUEST']._serialized_end=2093
-  _globals['_READLOGSRESPONSE']._serialized_start=2095
-  _globals['_READLOGSRESPONSE']._serialized_end=2150
-  _globals['_LOGLINE']._serialized_start=2152
-  _globals['_LOGLINE']._serialized_end=2192
-  _globals['_ADMINSERVICE']._serialized_start=2195
-  _globals['_ADMINSERVICE']._serialized_end=3061
+  _globals['_CLUSTERMODEL']._serialized_end=1116
+  _globals['_CLUSTERMODEL_VERSIONSENTRY']._serialized_start=1020
+  _globals['_CLUSTERMODEL_VERSIONSENTRY']._serialized_end=1067
+  _globals['_CLUSTERMODEL_ADAPTERSENTRY']._serialized_start=1069
+  _globals['_CLUSTERMODEL_ADAPTERSENTRY']._serialized_end=1116
+  _globals['_CHANGEMODELREQUEST']._serialized_start=1119
+  _globals['_CHANGEMODELREQUEST']._serialized_end=1365
+  _globals['_ADDMODEL']._serialized_start=1367
+  _globals['_ADDMODEL']._serialized_end=1395
+  _globals['_UPDATEMODEL']._serialized_start=1398
+  _globals['_UPDATEMODEL']._serialized_end=1558
+  _globals['_ROLLBACKMODEL']._serialized_start=1560
+  _globals['_ROLLBACKMODEL']._serialized_end=1652
+  _globals['_REMOVEMODEL']._serialized_start=1654
+  _globals['_REMOVEMODEL']._serialized_end=1744
+  _globals['_SCALEMODEL']._serialized_start=1746
+  _globals['_SCALEMODEL']._serialized_end=1795
+  _globals['_CHANGEMODELRESPONSE']._serialized_start=1798
+  _globals['_CHANGEMODELRESPONSE']._serialized_end=1932
+  _globals['_MODELCHANGEPROGRESS']._serialized_start=1934
+  _globals['_MODELCHANGEPROGRESS']._serialized_end=1999
+  _globals['_MODELCHANGERESULT']._serialized_start=2002
+  _globals['_MODELCHANGERESULT']._serialized_end=2130
+  _globals['_READLOGSREQUEST']._serialized_start=2132
+  _globals['_READLOGSREQUEST']._serialized_end=2201
+  _globals['_READLOGSRESPONSE']._serialized_start=2203
+  _globals['_READLOGSRESPONSE']._serialized_end=2258
+  _globals['_LOGLINE']._serialized_start=2260
+  _globals['_LOGLINE']._serialized_end=2300
+  _globals['_ADMINSERVICE']._serialized_start=2303
+  _globals['_ADMINSERVICE']._serialized_end=3169
 # @@protoc_insertion_point(module_scope)

@@ -117,7 +117,7 @@ class ListClusterModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[ClusterModel, _Mapping]]] = ...) -> None: ...
 
 class ClusterModel(_message.Message):
-    __slots__ = ("name", "status", "num_replicas", "engines", "versions", "num_on_full_disks", "activity", "settings")
+    __slots__ = ("name", "status", "num_replicas", "engines", "versions", "num_on_full_disks", "activity", "settings", "adapters")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,13 @@ class ClusterModel(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class AdaptersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     NUM_REPLICAS_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +140,7 @@ class ClusterModel(_message.Message):
     NUM_ON_FULL_DISKS_FIELD_NUMBER: _ClassVar[int]
     ACTIVITY_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     status: str
     num_replicas: int
@@ -141,7 +149,8 @@ class ClusterModel(_message.Message):
     num_on_full_disks: int
     activity: str
     settings: str
-    def __init__(self, name: _Optional[str] = ..., status: _Optional[str] = ..., num_replicas: _Optional[int] = ..., engines: _Optional[_Iterable[str]] = ..., versions: _Optional[_Mapping[str, int]] = ..., num_on_full_disks: _Optional[int] = ..., activity: _Optional[str] = ..., settings: _Optional[str] = ...) -> None: ...
+    adapters: _containers.ScalarMap[str, str]
+    def __init__(self, name: _Optional[str] = ..., status: _Optional[str] = ..., num_replicas: _Optional[int] = ..., engines: _Optional[_Iterable[str]] = ..., versions: _Optional[_Mapping[str, int]] = ..., num_on_full_disks: _Optional[int] = ..., activity: _Optional[str] = ..., settings: _Optional[str] = ..., adapters: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ChangeModelRequest(_message.Message):
     __slots__ = ("add", "update", "rollback", "remove", "scale")

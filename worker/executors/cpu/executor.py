@@ -323,7 +323,7 @@ class CpuExecutor:
         if with_logits and self._exchange is not None:
             step.ask_for_all_logits(self._all_logits.of(step.num_drawn, self._vocab_size))
         if batch.adapter_slots.size:
-            step.add_adapters(self._adapters)
+            step.add_adapters({slot: adapter.native for slot, adapter in self._adapters.items()})
         if batch.pooled_rows.size:
             step.ask_for_pooled(self._hidden)
         if self.keeps_hidden:
@@ -370,9 +370,14 @@ class CpuExecutor:
 
     # --- adapters ---
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the model, which adapters are rounded to."""
+        return self._dtype
+
     def pack_adapter(self, adapted: Mapping[str, AdaptedLinear]) -> PackedAdapter:
         """This rank's share of an adapter, by the places of its linears. Safe to call from any thread, at any time."""
-        return PackedAdapter(self.packed.sites, adapted, self._dtype)
+        return PackedAdapter(self._library, self.packed.sites, adapted, self._dtype)
 
     def put_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
         """Steps from now on find it in this slot, from 1 on; None: nothing. Between two steps."""

@@ -12,6 +12,7 @@ from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.executors.cpu.build import CLASSES, NoCompilerError, compile_libraries, digest, is_current
 from holdfast.worker.executors.cpu.structures import (
     SIZES,
+    NativeAdapted,
     NativeAttention,
     NativeAttentionRows,
     NativeDrawn,
@@ -170,6 +171,7 @@ def _declared(library: CDLL) -> CDLL:
     _declare(
         library, "native_multiply", c_int, c_void_p, POINTER(NativeLinear), c_int, c_void_p, c_long, c_int, c_void_p
     )
+    _declare(library, "native_added", None, POINTER(NativeAdapted), c_int, c_void_p, c_int, c_long, c_int, c_void_p)
     _declare(library, "native_attention_create", c_void_p, POINTER(NativeAttention), c_int, c_int, c_int, c_void_p)
     _declare(library, "native_attention_destroy", c_int, c_void_p)
     _declare(library, "native_attention_begin", c_int, c_void_p, POINTER(NativeStep))

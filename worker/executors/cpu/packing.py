@@ -9,8 +9,9 @@ from typing import Any, Final
 
 import torch
 
-from holdfast.worker.executors.cpu.adapters import Site, adaptable
+from holdfast.worker.executors.cpu.adapters import adaptable
 from holdfast.worker.executors.cpu.packed_rows import (
+    Site,
     gate_and_up,
     in_dtype,
     padded_places,

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.worker.executors.cpu.adapters import Site
 from holdfast.worker.executors.cpu.library import check_outcome
-from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, placed, put_rows, row_addresses, with_rows
+from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, Site, placed, put_rows, row_addresses, with_rows
 from holdfast.worker.executors.cpu.structures import NativeLinear, NativeNorm, NativeUnits
 from holdfast.worker.executors.cpu.tile_memory import (
     Arena,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.executors.cpu.adapters import PackedAdapter
 from holdfast.worker.executors.cpu.structures import NativeAdapter, NativeStep
 
 
@@ -53,12 +52,12 @@ class RunningStep:
             len(self._wanted),
         )
 
-    def add_adapters(self, adapters: Mapping[int, PackedAdapter]) -> None:
+    def add_adapters(self, adapters: Mapping[int, NativeAdapter]) -> None:
         """Gives its rows the adapters of their sequences, by slot."""
         slots = sorted(set(self._batch.adapter_slots.tolist()) - {0})
         numbers = np.full(max(slots, default=0) + 1, -1, dtype=np.int32)
         numbers[slots] = np.arange(len(slots))
-        natives = [adapters[slot].native for slot in slots]
+        natives = [adapters[slot] for slot in slots]
         self._adapters = (NativeAdapter * len(natives))(*natives)
         self._adapter_of = np.repeat(numbers[self._batch.adapter_slots], self._batch.num_tokens)
         self.native.adapter_of = array_address(self._adapter_of)

@@ -189,7 +189,8 @@ class _Control:
         self.may_end.set()
 
     async def list_models(self) -> list[ClusterModel]:
-        return [ClusterModel(name="m", status="RUNNING", num_replicas=2, versions={"v": 2}, settings="{}")]
+        facts = {"status": "RUNNING", "num_replicas": 2, "versions": {"v": 2}, "settings": "{}", "adapters": {"a": "d"}}
+        return [ClusterModel(name="m", **facts)]
 
     async def change(self, change):
         self.changes.append(change)
@@ -237,6 +238,7 @@ async def test_a_router_of_a_cluster_changes_models_and_reads_logs():
         operator = operator_of(place)
         (model,) = (await operator.ListClusterModels(pb.ListClusterModelsRequest())).models
         assert (model.name, model.num_replicas, dict(model.versions), model.settings) == ("m", 2, {"v": 2}, "{}")
+        assert dict(model.adapters) == {"a": "d"}
         for fields, change in CHANGES:
             events = [event async for event in operator.ChangeModel(pb.ChangeModelRequest(**fields))]
             assert (events[0].progress.phase, events[-1].result.new_version) == ("checking", "w")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.models.adapter_folder import read_adapter
 from holdfast.worker.models.adapter_places import AdapterPlaces
@@ -166,6 +167,74 @@ def test_ranks_have_the_bits_of_one(tiny, size):
         return found
 
     assert same_bits(run_ranks(size, of_rank)[0], expected)
+
+
+def proved(base, folder, dtype="float32", group=None, spoil=None):
+    """Whether an adapter has an effect, by its proof; `spoil` changes what is packed."""
+    executor = CpuExecutor(stated(base, group, dtype), group or SingleRank(), max_positions=4096, num_threads=1)
+    places, read = places_of(base, group), read_adapter("a", str(folder))
+    adapted = places.apply(read)
+    packed = executor.pack_adapter(adapted)
+    if spoil is not None:
+        spoil(adapted, packed)
+    try:
+        return places.prove(read, getattr(torch, dtype), packed.added)
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_proved_at_load(tmp_path, family):
+    library_or_skip()
+    base = save_tiny_model(family, tmp_path / "base")
+    dtype = ("float32", "bfloat16", "float16")[FAMILIES.index(family) % 3]
+    assert proved(base, save_adapter(base, tmp_path / "adapter", rank=5, seed=3), dtype)
+
+
+def test_ranks_prove_their_shares(tiny):
+    library_or_skip()
+    base, adapters = tiny
+    assert all(run_ranks(4, lambda group: proved(base, adapters[1], "bfloat16", group)))
+
+
+def _scaled(adapted, packed):
+    next(part for part in packed._kept if isinstance(part, np.ndarray) and part.dtype == np.float32)[:] *= 1.001
+
+
+def _swapped(adapted, packed):
+    first, second = packed._linears[0], packed._linears[4]
+    first.b, second.b = second.b, first.b
+
+
+def _shifted(adapted, packed):
+    packed._linears[2].a += 64
+
+
+def _left_out(adapted, packed):
+    packed._linears[1].ranks = 0
+
+
+@pytest.mark.parametrize("spoil", [_scaled, _swapped, _shifted, _left_out])
+def test_a_planted_mistake_is_refused_by_name(tiny, spoil):
+    library_or_skip()
+    base, adapters = tiny
+    with pytest.raises(ConfigurationError, match=r"adapter a in .*layers\.\d.*is not the product of its matrices"):
+        proved(base, adapters[0], spoil=spoil)
+
+
+def test_an_adapter_that_rounding_leaves_nothing_of(tiny, tmp_path):
+    library_or_skip()
+    base, _ = tiny
+    fresh = save_adapter(base, tmp_path / "fresh", change=lambda _, tensors: times(tensors, "lora_B", 0))
+    assert not proved(base, fresh, "float16"), "PEFT saves such adapters before they are trained"
+    small = save_adapter(base, tmp_path / "small", change=lambda _, tensors: times(tensors, "lora_B", 1e-9))
+    assert proved(base, small, "bfloat16")
+    with pytest.raises(ConfigurationError, match=r"too small for the model's torch\.float16"):
+        proved(base, small, "float16")
+
+
+def times(tensors, part, factor):
+    tensors.update({name: tensor * factor for name, tensor in tensors.items() if part in name})
 
 
 def test_beside_quantized_weights(tiny, tmp_path):

@@ -7,6 +7,7 @@ namespace {
 
 template <class W> void Decoder<W>::list_sites() {
   adapted_sites.assign(m.num_sites + 1, 0), slices_of_site.assign(m.num_sites + 1, 1), wanted_adapters.resize(m.max_rows);
+  row_order.resize(m.max_rows), wanted_order.resize(m.max_rows);
   for (int i = 0; i < m.num_layers; i++)
     for (const NativeLinear* linear : {&m.layers[i].output, &m.layers[i].mlp.down})
       slices_of_site[linear->site] = linear->slices;
@@ -27,23 +28,27 @@ template <class W> void Decoder<W>::begin_adapters() {
   if (!most) return;
   if (most > inner_of_rows.stride) inner_of_rows = Buffer<float>(m.max_rows, most);
   for (int i = 0; i < step.num_wanted; i++) wanted_adapters[i] = step.adapter_of[step.wanted[i]];
+  order_by_adapter(step.adapter_of, step.num_rows, row_order.data());
+  order_by_adapter(wanted_adapters.data(), step.num_wanted, wanted_order.data());
 }
 
 // The inner numbers of all rows with adapters.
 template <class W>
 bool Decoder<W>::prepare_added(Thread& t, const NativeLinear& linear, Rows in, int num_rows, AddedRows& added) {
   const bool is_narrow = t.residual == wanted_x.data;
-  added = {is_narrow ? wanted_adapters.data() : step.adapter_of, step.adapters, inner_of_rows.data, inner_of_rows.stride,
-           linear.site};
+  added = {is_narrow ? wanted_adapters.data() : step.adapter_of, is_narrow ? wanted_order.data() : row_order.data(),
+           step.adapters, inner_of_rows.data, inner_of_rows.stride, linear.site};
   const long length = (long)linear.slice_tiles * K_TILE;
-  const int each = std::max(1, num_rows / (8 * threads));
+  const int share = num_rows / (8 * threads), each = num_rows < 8 * threads ? 1 : std::max(1, share / 4) * 4;
   return holdfast::tasks(t.run, (num_rows + each - 1) / each, [&](int task) {
-    for (int r = task * each; r < num_rows && r < (task + 1) * each; r++) {
-      const NativeAdapted* adapted = added.of(r);
-      for (int s = 0; adapted && s < linear.slices; s++)
-        inner_numbers<W>(*adapted, in.data + r * in.stride + s * length, s * length, length, linear.slices * length,
-                         inner_of_rows.row(r) + s * adapted->ranks);
-    }
+    added.together(task * each, std::min(num_rows, (task + 1) * each), [&](auto together, const NativeAdapted& adapted,
+                                                                          const int* rows) {
+      const int R = decltype(together)::value;
+      const Input* from[R];
+      float* to[R];
+      for (int r = 0; r < R; r++) from[r] = in.data + rows[r] * in.stride, to[r] = inner_of_rows.row(rows[r]);
+      inner_of<R, W>(adapted, from, linear.slices, length, t.own.widened_rows, to);
+    });
   });
 }
 

@@ -12,6 +12,7 @@
 holdfast::AnyDecoder* holdfast::plain_decoder(const NativeModel&, int, Pool*) { return nullptr; }
 holdfast::AnyAttention* holdfast::plain_attention(const NativeAttention*, int, int, int, Pool*) { return nullptr; }
 int holdfast::plain_product(Pool*, const NativeLinear&, int, const void*, long, int, float*) { return 0; }
+void holdfast::plain_added(const NativeAdapted&, int, const void*, int, long, int, float*) {}
 #endif
 
 using holdfast::AnyAttention;
@@ -60,6 +61,14 @@ int native_multiply(holdfast::Pool* pool, const NativeLinear* linear, int dtype,
                     float* out) {
   if (dtype == holdfast::BFLOAT16) return multiply<Bf16>(pool, *linear, rows, stride, count, out);
   return holdfast::plain_product(pool, *linear, dtype, rows, stride, count, out);
+}
+
+// out [groups * 64] = what an adapter adds to the packed outputs of a linear, of one row of its inputs, [slices][length]. On
+// the calling thread; it touches nothing that a step uses.
+void native_added(const NativeAdapted* adapted, int dtype, const void* row, int slices, long length, int groups, float* out) {
+  FlushedDenormals flushed;
+  if (dtype == holdfast::BFLOAT16) return added_alone<Bf16>(*adapted, row, slices, length, groups, out);
+  holdfast::plain_added(*adapted, dtype, row, slices, length, groups, out);
 }
 
 // Attention over pages for modules that are not a decoder's. Null: there is no memory for it.

@@ -17,3 +17,9 @@ int holdfast::plain_product(Pool* pool, const NativeLinear& linear, int dtype, c
   if (dtype == FLOAT16) return multiply<Half>(pool, linear, rows, stride, count, out);
   return multiply<float>(pool, linear, rows, stride, count, out);
 }
+
+void holdfast::plain_added(const NativeAdapted& adapted, int dtype, const void* row, int slices, long length, int groups,
+                           float* out) {
+  if (dtype == FLOAT16) return added_alone<Half>(adapted, row, slices, length, groups, out);
+  return added_alone<float>(adapted, row, slices, length, groups, out);
+}

@@ -42,6 +42,7 @@ bool product_tasks(holdfast::Run& run, int threads, const Packed<W>& w, int begi
     int next = later < num_tasks ? begin + later % runs * each : -1;  // of this thread's next task, if all are as fast
     InputRows<W> input = input_rows<W>(own, w, rows + first_row * stride, stride, count, call);
     for (int g = group, end = std::min(group + each, last); g < end; g++) {
+      if (added) fetch_adapted<W>(*added, first_row, g, count);
       product(own, w, g, input, own.sums, g + 1 < end ? g + 1 : next, [&](int slice, float* sums) {
         if (added) add_adapted<W>(*added, first_row, g, slice, count, sums);
       });

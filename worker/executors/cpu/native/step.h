@@ -186,7 +186,7 @@ template <class W> class Decoder {
     Buffer<float> head;
     long calls = 0;
     Exchange::Waiter peers{SPIN_FOR_PEERS, SPIN_FOR_PEERS};
-    std::vector<float> of_experts;
+    std::vector<float> of_experts, widened_rows;  // the latter of `inner_of`
     float* expert_sums(long count) {
       of_experts.assign(count, 0.0f);
       return of_experts.data();
@@ -458,7 +458,7 @@ template <class W> class Decoder {
   Buffer<Input> h, h2, queries, attention_out, wanted_mixed, inner_rows, expert_input, shared_rows,
       gated_inputs, query_rows, weighed;  // the last two of latent attention, as `head_queries`
   Buffer<int> group_at;
-  std::vector<int> choices, first_of, order, slices_of_site, wanted_adapters;
+  std::vector<int> choices, first_of, order, slices_of_site, wanted_adapters, row_order, wanted_order;
   std::vector<char> adapted_sites;  // of this step
   std::vector<float> weights, shared_weights;
   std::vector<int> kind_of, positions[2];  // positions: of rows, and of wanted rows

@@ -31,6 +31,7 @@ struct AnyDecoder {
 AnyDecoder* plain_decoder(const NativeModel& model, int dtype, Pool* pool);
 AnyAttention* plain_attention(const NativeAttention* layers, int num_layers, int block_size, int dtype, Pool* pool);
 int plain_product(Pool* pool, const NativeLinear& linear, int dtype, const void* rows, long stride, int count, float* out);
+void plain_added(const NativeAdapted& adapted, int dtype, const void* row, int slices, long length, int groups, float* out);
 
 }  // namespace holdfast
 
