@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
 	$(shell $(name) -c 'import sys; print("$(name)" if (3, 11) <= sys.version_info[:2] <= (3, 13) else "")' 2>/dev/null)))
 
+CPP = $(shell git ls-files '*.cpp' '*.h')
+
 # Tests in two processes, a file at a time.
 SHARED := -n 2 --dist loadscope --no-loadscope-reorder --durations 25
 
@@ -43,10 +45,12 @@ docs: install    ## Build the documentation as a site with search, in build/site
 lint: install    ## Check style and formatting.
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 format: install  ## Mend style and formatting.
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/clang-format -i $(CPP)
 
 types: install   ## Check types.
 	@$(BIN)/mypy

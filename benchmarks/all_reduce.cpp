@@ -48,8 +48,7 @@ void stay_on(int core) {
 }
 
 void work_for(long ns) {
-  for (long end = now() + ns; now() < end;) {
-  }
+  for (long end = now() + ns; now() < end;) {}
 }
 
 void rank_life(int rank, void* memory, Times* all, long elements, int sums, long most_work_ns, bool one_core) {
@@ -89,7 +88,8 @@ int main(int argc, char** argv) {
   void* memory = shared_memory(Exchange::bytes(kRanks, 1, elements));
   Times* all = (Times*)shared_memory(sizeof(Times) * kRanks);
   for (int r = 0; r < kRanks; r++)
-    all[r].arrived = (long*)shared_memory(sums * sizeof(long)), all[r].ended = (long*)shared_memory(sums * sizeof(long));
+    all[r].arrived = (long*)shared_memory(sums * sizeof(long)),
+    all[r].ended = (long*)shared_memory(sums * sizeof(long));
   for (int r = 0; r < kRanks; r++)
     if (fork() == 0) return rank_life(r, memory, all, elements, sums, most_work_ns, argc > 4 && atoi(argv[4])), 0;
   for (int r = 0, status; r < kRanks; r++)

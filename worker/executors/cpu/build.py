@@ -89,7 +89,7 @@ def compile_libraries(folder: Path, classes: Sequence[str] = tuple(CLASSES), ext
     compiler = find_compiler()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as objects, ThreadPoolExecutor(os.cpu_count()) as threads:
-        common = (*compiler, *_COMMON, *extra_flags, f'-DHF_DIGEST="{digest(extra_flags)}"')
+        common = (*compiler, *_COMMON, *extra_flags, f'-DNATIVE_DIGEST="{digest(extra_flags)}"')
         parts = {name: _parts(name) for name in classes}
         commands = {
             part: (

@@ -61,9 +61,7 @@ void task(int job, int phase, int i) {
 }
 
 // The number of tasks is read from memory of the caller's kind that later jobs change: a late thread finds nonsense.
-int size_as_read(int job, int phase) {
-  return plain.callers_job == job ? size_of(job, phase) : kMost - 1;
-}
+int size_as_read(int job, int phase) { return plain.callers_job == job ? size_of(job, phase) : kMost - 1; }
 
 void job(const void* pointer, Run& run) {
   const Argument& argument = *static_cast<const Argument*>(pointer);

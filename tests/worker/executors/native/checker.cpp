@@ -29,7 +29,7 @@ struct Fiber {
   jmp_buf place;
   bool entered, finished;
   const void* asleep;  // the word that it sleeps on
-  const char* low;  // end of what lives on its stack, which grows down
+  const char* low;     // end of what lives on its stack, which grows down
   alignas(16) char stack[kStack];
 };
 
@@ -50,9 +50,7 @@ class Explorer {
 
   Found explore(int preemptions) {
     most_preemptions = preemptions;
-    do {
-      one_run();
-    } while (next_order());
+    do { one_run(); } while (next_order());
     return {seen.size(), run_count};
   }
 

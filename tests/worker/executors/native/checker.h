@@ -32,8 +32,7 @@ void sleep_on(const void* word);
 void wake(const void* word);
 
 // std::atomic, with a choice of the next thread before each operation.
-template <class T>
-class Atomic {
+template <class T> class Atomic {
  public:
   Atomic(T value = T()) : value(value), variable(new_variable(Hash(value))) {}
   T load() { return now(); }
@@ -70,8 +69,7 @@ class Atomic {
 };
 
 struct Atomics {
-  template <class T>
-  using Atomic = checker::Atomic<T>;
+  template <class T> using Atomic = checker::Atomic<T>;
   static void pause() {}
   static void copy(void* to, const void* from, std::size_t bytes) {  // in two steps, as plain memory is written
     std::size_t half = bytes / 2;

@@ -17,12 +17,12 @@
 
 #include "exchange.h"
 
-#define CHECK(what)                                                                             \
-  do {                                                                                          \
-    if (!(what)) {                                                                              \
+#define CHECK(what)                                                                        \
+  do {                                                                                     \
+    if (!(what)) {                                                                         \
       fprintf(stderr, "%s:%d: not so: %s (errno %d)\n", __FILE__, __LINE__, #what, errno); \
-      abort();                                                                                  \
-    }                                                                                           \
+      abort();                                                                             \
+    }                                                                                      \
   } while (0)
 
 using holdfast::Exchange;
@@ -53,7 +53,9 @@ struct Shared {
     CHECK(memory != MAP_FAILED);
     pids = (std::atomic<int>*)(memory + bytes - 4096);
   }
-  NativeExchange of(int rank, const int* processes, float timeout_s) const { return {memory, processes, timeout_s, rank, ranks}; }
+  NativeExchange of(int rank, const int* processes, float timeout_s) const {
+    return {memory, processes, timeout_s, rank, ranks};
+  }
 };
 
 typedef std::function<void(Exchange&, int rank)> Life;
@@ -148,7 +150,8 @@ void threads_as_ranks() {
   std::vector<int> processes(ranks, self);
   std::vector<std::unique_ptr<Exchange>> exchanges;
   std::vector<std::thread> threads;
-  for (int r = 0; r < ranks; r++) exchanges.emplace_back(new Exchange(shared.of(r, processes.data(), kPatient), kRows, kStride));
+  for (int r = 0; r < ranks; r++)
+    exchanges.emplace_back(new Exchange(shared.of(r, processes.data(), kPatient), kRows, kStride));
   for (int r = 0; r < ranks; r++) threads.emplace_back([&, r] { sum_for_long(*exchanges[r], r, 100); });
   for (std::thread& thread : threads) thread.join();
 }
@@ -156,29 +159,40 @@ void threads_as_ranks() {
 // As steps go: a phase of tasks writes, the tasks of the next meet the other ranks and read.
 void with_pools() {
   in_processes(kPatient, [](Exchange& exchange, int rank) {
-    struct Sheet { Exchange* exchange; int rank; Exchange::Sum first; bool* goes_on; double end; };
+    struct Sheet {
+      Exchange* exchange;
+      int rank;
+      Exchange::Sum first;
+      bool* goes_on;
+      double end;
+    };
     holdfast::Pool* pool = native_pool_create(3, -1, nullptr);
     CHECK(pool);
     bool goes_on = true;
     double end = now() + seconds;
     for (Exchange::Sum first = 0; goes_on; first += 10) {
       Sheet sheet = {&exchange, rank, first, &goes_on, end};
-      CHECK(holdfast::run(pool, [](const void* argument, Run& run) {
-        Sheet sheet = *(const Sheet*)argument;
-        Exchange& exchange = *sheet.exchange;
-        for (Exchange::Sum n = sheet.first + 1; n <= sheet.first + 10; n++) {
-          if (!holdfast::tasks(run, kRows, [&](int i) {
-                write(exchange, n, sheet.rank, i * kStride, (i + 1) * kStride);
-                if (i == 0) exchange.own(n)[0] = now() < sheet.end ? 1.0f : 0.0f;
-              })) return;
-          if (!holdfast::tasks(run, kRows, [&](int i) {
-                Exchange::Waiter waiter{100, 100};
-                CHECK(exchange.meet(n, waiter));
-                verify(exchange, n, i * kStride + 1, (i + 1) * kStride);
-                if (i == 0 && n == sheet.first + 10) *sheet.goes_on = exchange.buffer(0, n)[0] == 1.0f;
-              })) return;
-        }
-      }, &sheet) == 0);
+      CHECK(holdfast::run(
+                pool,
+                [](const void* argument, Run& run) {
+                  Sheet sheet = *(const Sheet*)argument;
+                  Exchange& exchange = *sheet.exchange;
+                  for (Exchange::Sum n = sheet.first + 1; n <= sheet.first + 10; n++) {
+                    if (!holdfast::tasks(run, kRows, [&](int i) {
+                          write(exchange, n, sheet.rank, i * kStride, (i + 1) * kStride);
+                          if (i == 0) exchange.own(n)[0] = now() < sheet.end ? 1.0f : 0.0f;
+                        }))
+                      return;
+                    if (!holdfast::tasks(run, kRows, [&](int i) {
+                          Exchange::Waiter waiter{100, 100};
+                          CHECK(exchange.meet(n, waiter));
+                          verify(exchange, n, i * kStride + 1, (i + 1) * kStride);
+                          if (i == 0 && n == sheet.first + 10) *sheet.goes_on = exchange.buffer(0, n)[0] == 1.0f;
+                        }))
+                      return;
+                  }
+                },
+                &sheet) == 0);
     }
     native_pool_destroy(pool);
   });
@@ -192,20 +206,23 @@ void wraps() {
 
 // What the others hear when the last rank is gone after some sums: of it, or of one that has heard before them.
 void lose_last(float timeout_s, int signal, int expected) {
-  in_processes(timeout_s, [=](Exchange& exchange, int rank) {
-    Exchange::Waiter waiter{100, 100};
-    Exchange::Sum n = 1;
-    int last = ranks - 1;
-    for (; n < 50; n++) CHECK(exchange.meet(n, waiter));
-    if (rank == last && signal) kill(getpid(), signal);
-    if (rank == last && !signal) return;
-    if (rank == last) exchange.meet(n++, waiter);  // it comes back late, to a sum that the others have arrived at
-    CHECK(!exchange.meet(n, waiter));
-    int heard = exchange.outcome(), kind = heard / 100 * 100, lost = kind - heard;
-    bool second_hand = (kind == Exchange::kLeft || kind == Exchange::kEnded) && lost != rank && lost < last;
-    CHECK(second_hand || (rank != last && heard == expected - last));
-    for (int again = 0; again < 3; again++) CHECK(!exchange.meet(++n, waiter) && exchange.outcome() == heard);
-  }, signal);
+  in_processes(
+      timeout_s,
+      [=](Exchange& exchange, int rank) {
+        Exchange::Waiter waiter{100, 100};
+        Exchange::Sum n = 1;
+        int last = ranks - 1;
+        for (; n < 50; n++) CHECK(exchange.meet(n, waiter));
+        if (rank == last && signal) kill(getpid(), signal);
+        if (rank == last && !signal) return;
+        if (rank == last) exchange.meet(n++, waiter);  // it comes back late, to a sum that the others have arrived at
+        CHECK(!exchange.meet(n, waiter));
+        int heard = exchange.outcome(), kind = heard / 100 * 100, lost = kind - heard;
+        bool second_hand = (kind == Exchange::kLeft || kind == Exchange::kEnded) && lost != rank && lost < last;
+        CHECK(second_hand || (rank != last && heard == expected - last));
+        for (int again = 0; again < 3; again++) CHECK(!exchange.meet(++n, waiter) && exchange.outcome() == heard);
+      },
+      signal);
 }
 void killed() { lose_last(kPatient, SIGKILL, Exchange::kEnded); }
 void stopped() { lose_last(kImpatient, SIGSTOP, Exchange::kSilent); }
@@ -230,8 +247,15 @@ struct Scenario {
 };
 
 const Scenario kScenarios[] = {
-    {"sums", sums}, {"never_spinning", never_spinning}, {"threads_as_ranks", threads_as_ranks}, {"with_pools", with_pools},
-    {"wraps", wraps}, {"killed", killed}, {"stopped", stopped}, {"left", left}, {"forked_child", forked_child},
+    {"sums", sums},
+    {"never_spinning", never_spinning},
+    {"threads_as_ranks", threads_as_ranks},
+    {"with_pools", with_pools},
+    {"wraps", wraps},
+    {"killed", killed},
+    {"stopped", stopped},
+    {"left", left},
+    {"forked_child", forked_child},
 };
 
 }  // namespace

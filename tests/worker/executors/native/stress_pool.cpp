@@ -20,12 +20,12 @@
 
 #include "pool.h"
 
-#define CHECK(what)                                                     \
-  do {                                                                  \
-    if (!(what)) {                                                      \
+#define CHECK(what)                                                      \
+  do {                                                                   \
+    if (!(what)) {                                                       \
       fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #what); \
-      abort();                                                          \
-    }                                                                   \
+      abort();                                                           \
+    }                                                                    \
   } while (0)
 
 using holdfast::Pool;
@@ -162,7 +162,7 @@ void take_signals(Run& run) {
 }
 
 void stopped_threads() {
-  struct sigaction action {};
+  struct sigaction action{};
   action.sa_handler = put_aside;
   sigaction(SIGUSR1, &action, nullptr);
   Pool* pool = make(threads, -1);
@@ -391,7 +391,8 @@ void keeps_off_callers_core() {
   CPU_SET(sched_getcpu(), &one);
   CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
   masks_of_workers(pool, masks.data());
-  if (threads > 1) CHECK(CPU_COUNT(&masks[threads - 1]) == CPU_COUNT(&kept));  // one core is too few: nothing is changed
+  if (threads > 1)
+    CHECK(CPU_COUNT(&masks[threads - 1]) == CPU_COUNT(&kept));  // one core is too few: nothing is changed
   CHECK(sched_setaffinity(0, sizeof ours, &ours) == 0);
   native_pool_destroy(pool);
 }
@@ -402,10 +403,17 @@ struct Scenario {
 };
 
 const Scenario kScenarios[] = {
-    {"random_phases", random_phases}, {"never_spinning", never_spinning}, {"limits", limits},
-    {"stopped_threads", stopped_threads}, {"late_thread", late_thread}, {"two_pools", two_pools},
-    {"nested_pools", nested_pools}, {"fork_keeps_out", fork_keeps_out},
-    {"destroyed_at_any_time", destroyed_at_any_time}, {"idle_sleeps", idle_sleeps}, {"on_cores", on_cores},
+    {"random_phases", random_phases},
+    {"never_spinning", never_spinning},
+    {"limits", limits},
+    {"stopped_threads", stopped_threads},
+    {"late_thread", late_thread},
+    {"two_pools", two_pools},
+    {"nested_pools", nested_pools},
+    {"fork_keeps_out", fork_keeps_out},
+    {"destroyed_at_any_time", destroyed_at_any_time},
+    {"idle_sleeps", idle_sleeps},
+    {"on_cores", on_cores},
     {"keeps_off_callers_core", keeps_off_callers_core},
 };
 

@@ -6,7 +6,8 @@
 namespace {
 
 template <class W> void Decoder<W>::list_sites() {
-  adapted_sites.assign(m.num_sites + 1, 0), slices_of_site.assign(m.num_sites + 1, 1), wanted_adapters.resize(m.max_rows);
+  adapted_sites.assign(m.num_sites + 1, 0), slices_of_site.assign(m.num_sites + 1, 1),
+      wanted_adapters.resize(m.max_rows);
   row_order.resize(m.max_rows), wanted_order.resize(m.max_rows);
   for (int i = 0; i < m.num_layers; i++)
     for (const NativeLinear* linear : {&m.layers[i].output, &m.layers[i].mlp.down})
@@ -36,19 +37,24 @@ template <class W> void Decoder<W>::begin_adapters() {
 template <class W>
 bool Decoder<W>::prepare_added(Thread& t, const NativeLinear& linear, Rows in, int num_rows, AddedRows& added) {
   const bool is_narrow = t.residual == wanted_x.data;
-  added = {is_narrow ? wanted_adapters.data() : step.adapter_of, is_narrow ? wanted_order.data() : row_order.data(),
-           step.adapters, inner_of_rows.data, inner_of_rows.stride, linear.site};
+  added = {is_narrow ? wanted_adapters.data() : step.adapter_of,
+           is_narrow ? wanted_order.data() : row_order.data(),
+           step.adapters,
+           inner_of_rows.data,
+           inner_of_rows.stride,
+           linear.site};
   const long length = (long)linear.slice_tiles * K_TILE;
   const int share = num_rows / (8 * threads), each = num_rows < 8 * threads ? 1 : std::max(1, share / 4) * 4;
   return holdfast::tasks(t.run, (num_rows + each - 1) / each, [&](int task) {
-    added.together(task * each, std::min(num_rows, (task + 1) * each), [&](auto together, const NativeAdapted& adapted,
-                                                                          const int* rows) {
-      const int R = decltype(together)::value;
-      const Input* from[R];
-      float* to[R];
-      for (int r = 0; r < R; r++) from[r] = in.data + rows[r] * in.stride, to[r] = inner_of_rows.row(rows[r]);
-      inner_of<R, W>(adapted, from, linear.slices, length, t.own.widened_rows, to);
-    });
+    added.together(task * each, std::min(num_rows, (task + 1) * each),
+                   [&](auto together, const NativeAdapted& adapted, const int* rows) {
+                     const int R = decltype(together)::value;
+                     const Input* from[R];
+                     float* to[R];
+                     for (int r = 0; r < R; r++)
+                       from[r] = in.data + rows[r] * in.stride, to[r] = inner_of_rows.row(rows[r]);
+                     inner_of<R, W>(adapted, from, linear.slices, length, t.own.widened_rows, to);
+                   });
   });
 }
 

@@ -15,7 +15,7 @@
 #include "rows.h"
 
 // Loops over rows and sums of which each is in a register.
-#define HF_UNROLL _Pragma("GCC unroll 8")
+#define NATIVE_UNROLL _Pragma("GCC unroll 8")
 
 namespace {
 
@@ -23,12 +23,12 @@ enum { A_SUMS = 8, ROWS_TOGETHER = 4, AHEAD_BYTES = 2048 };
 
 // Of a product: which adapter each row has, and the inner numbers of all rows. Null pointers: no row has one.
 struct AddedRows {
-  const int* adapter_of = nullptr;          // [rows]; -1: none
-  const int* order = nullptr;               // [rows] rows: those of each `BLOCK_ROWS` by their adapter
+  const int* adapter_of = nullptr;  // [rows]; -1: none
+  const int* order = nullptr;       // [rows] rows: those of each `BLOCK_ROWS` by their adapter
   const NativeAdapter* adapters = nullptr;
-  const float* inner = nullptr;             // [rows][stride]: [slices][ranks] each
+  const float* inner = nullptr;  // [rows][stride]: [slices][ranks] each
   long stride = 0;
-  int site = 0;                             // of the linear
+  int site = 0;  // of the linear
 
   const NativeAdapted* of(int row) const {
     const int adapter = adapter_of[row];
@@ -69,30 +69,27 @@ void inner_numbers(const NativeAdapted& adapted, const float* const* x, long fir
     Lanes sums[R][A_SUMS];
     for (int from = 0; from < A_SUMS; from += AT_A_TIME) {
       Lanes some[R][AT_A_TIME];
-      HF_UNROLL
-      for (int r = 0; r < R; r++)
-        HF_UNROLL
-        for (int s = 0; s < AT_A_TIME; s++) some[r][s] = zero();
+      NATIVE_UNROLL
+      for (int r = 0; r < R; r++) NATIVE_UNROLL
+      for (int s = 0; s < AT_A_TIME; s++) some[r][s] = zero();
       for (long k = from; k < length; k += A_SUMS) {
-        HF_UNROLL
+        NATIVE_UNROLL
         for (int s = 0; s < AT_A_TIME; s++) {
           if (s * sizeof(W) % 4 == 0) _mm_prefetch((const char*)(a + (k + s) * 16) + AHEAD_BYTES, _MM_HINT_T0);
           const Lanes numbers = load(a + (k + s) * 16);
-          HF_UNROLL
+          NATIVE_UNROLL
           for (int r = 0; r < R; r++) some[r][s] = fma(numbers, all(x[r][k + s]), some[r][s]);
         }
       }
-      HF_UNROLL
-      for (int r = 0; r < R; r++)
-        HF_UNROLL
-        for (int s = 0; s < AT_A_TIME; s++) sums[r][from + s] = some[r][s];
+      NATIVE_UNROLL
+      for (int r = 0; r < R; r++) NATIVE_UNROLL
+      for (int s = 0; s < AT_A_TIME; s++) sums[r][from + s] = some[r][s];
     }
-    HF_UNROLL
+    NATIVE_UNROLL
     for (int r = 0; r < R; r++) {
-      HF_UNROLL
-      for (int apart = 1; apart < A_SUMS; apart *= 2)
-        HF_UNROLL
-        for (int s = 0; s < A_SUMS; s += 2 * apart) sums[r][s] = sums[r][s] + sums[r][s + apart];
+      NATIVE_UNROLL
+      for (int apart = 1; apart < A_SUMS; apart *= 2) NATIVE_UNROLL
+      for (int s = 0; s < A_SUMS; s += 2 * apart) sums[r][s] = sums[r][s] + sums[r][s + apart];
       store(out[r] + j, sums[r][0] * load(adapted.scales + j));
     }
   }
@@ -122,25 +119,22 @@ void inner_of(const NativeAdapted& adapted, const typename InputOf<W>::Type* con
 
 // Adds to sums [R][16 N] what the ranks of N spans add, as many in each: `spans` are of neighbouring outputs.
 template <int R, int N, class W>
-HF_INLINE void add_spans(const W* numbers, const NativeSpan* spans, const float* const* inner, float* const* sums) {
+NATIVE_INLINE void add_spans(const W* numbers, const NativeSpan* spans, const float* const* inner, float* const* sums) {
   const int count = spans[0].end - spans[0].first;
   Lanes sum[R][N];
-  HF_UNROLL
-  for (int r = 0; r < R; r++)
-    HF_UNROLL
-    for (int c = 0; c < N; c++) sum[r][c] = zero();
-  for (int j = 0; j < count; j++)
-    HF_UNROLL
-    for (int c = 0; c < N; c++) {
-      const Lanes b = load(numbers + spans[c].place + j * 16);
-      HF_UNROLL
-      for (int r = 0; r < R; r++) sum[r][c] = fma(b, all(inner[r][spans[c].first + j]), sum[r][c]);
-    }
-  HF_UNROLL
-  for (int r = 0; r < R; r++)
-    HF_UNROLL
-    for (int c = 0; c < N; c++)
-      if (count) store(sums[r] + c * 16, load(sums[r] + c * 16) + sum[r][c]);
+  NATIVE_UNROLL
+  for (int r = 0; r < R; r++) NATIVE_UNROLL
+  for (int c = 0; c < N; c++) sum[r][c] = zero();
+  for (int j = 0; j < count; j++) NATIVE_UNROLL
+  for (int c = 0; c < N; c++) {
+    const Lanes b = load(numbers + spans[c].place + j * 16);
+    NATIVE_UNROLL
+    for (int r = 0; r < R; r++) sum[r][c] = fma(b, all(inner[r][spans[c].first + j]), sum[r][c]);
+  }
+  NATIVE_UNROLL
+  for (int r = 0; r < R; r++) NATIVE_UNROLL
+  for (int c = 0; c < N; c++)
+    if (count) store(sums[r] + c * 16, load(sums[r] + c * 16) + sum[r][c]);
 }
 
 // Adds to sums [count][64] of one group what the adapters of rows `first` onwards add in one slice.

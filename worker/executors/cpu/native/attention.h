@@ -11,13 +11,13 @@ namespace {
 enum { SPLIT = 1024, FEW_QUERIES = 16 };  // rows of a task that wait for memory rather than for products
 
 // The keys that a query at `position` sees: [first, position].
-HF_INLINE int first_key(const HeadShape& shape, int position) {
+NATIVE_INLINE int first_key(const HeadShape& shape, int position) {
   return shape.window && position >= shape.window ? position - shape.window + 1 : 0;
 }
 
 // 16 weights from `at` on, rounded, as the product with values takes them.
-template <class W> HF_INLINE void store_weights(AttentionScratch<W>& a, int at, Lanes weights) {
-#ifdef HF_TILES
+template <class W> NATIVE_INLINE void store_weights(AttentionScratch<W>& a, int at, Lanes weights) {
+#ifdef NATIVE_TILES
   if constexpr (sizeof(typename InputOf<W>::Type) == 2) return store(a.weights + at, weights);
 #endif
   typename InputOf<W>::Type rounded[16];
@@ -28,8 +28,8 @@ template <class W> HF_INLINE void store_weights(AttentionScratch<W>& a, int at, 
 // Turns the scores of one tile into weights for up to 16 rows, and scales what they have summed where a larger score came up.
 // With SCALES, those of keys and of values (`a.scales`) are multiplied in: weights sum to what they do without.
 template <bool SCALES, class W>
-HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const int* positions, Softmax& sum, int row,
-                          int count, int key) {
+NATIVE_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const int* positions, Softmax& sum,
+                              int row, int count, int key) {
   alignas(64) float factor[16];
   int firsts[16], ends[16];
   Lanes best[16], scale = all(shape.softcap > 0 ? 1.0f : shape.scale);
@@ -115,25 +115,27 @@ void attend_keys(Tiles& t, AttentionScratch<W>& a, const Pages<K>& pages, const 
       else return to_bf16(found, a.joined[span][tile]), a.joined[span][tile];
     };
     if (count <= FEW_QUERIES) {
-      add_values<Read>(t, a, shape, num_spans, sum.values, first, count,
-                 [&](int s, int v) { return put_together(s, v, 0, v % 2); },
-                 [&](int s, int v) {
-                   return num_next > 32 * s ? value_bytes(pages, *next.seq, next.kv_head, next.first + 32 * s,
-                                                          num_next - 32 * s, v) : nullptr;
-                 });
+      add_values<Read>(
+          t, a, shape, num_spans, sum.values, first, count, [&](int s, int v) { return put_together(s, v, 0, v % 2); },
+          [&](int s, int v) {
+            return num_next > 32 * s
+                       ? value_bytes(pages, *next.seq, next.kv_head, next.first + 32 * s, num_next - 32 * s, v)
+                       : nullptr;
+          });
       continue;
     }
     const Read* values[KEYS / 32][MAX_HEAD / 16];
     for (int s = 0; s < num_spans; s++)
       for (int v = 0; v < shape.value_tiles; v++) values[s][v] = put_together(s, v, s, v);
-    add_values<Read>(t, a, shape, num_spans, sum.values, first, count, [&](int s, int v) { return values[s][v]; },
-                     [](int, int) { return nullptr; });
+    add_values<Read>(
+        t, a, shape, num_spans, sum.values, first, count, [&](int s, int v) { return values[s][v]; },
+        [](int, int) { return nullptr; });
   }
 }
 
 // Adds the sums of further keys, or of a sink, to a row's. A row that has seen none of them stays as it is.
-HF_INLINE void merge_row(float* largest, float* sums, float* values, float other_largest, const float* other_sums,
-                         const float* other_values, int dims) {
+NATIVE_INLINE void merge_row(float* largest, float* sums, float* values, float other_largest, const float* other_sums,
+                             const float* other_values, int dims) {
   if (other_largest == -INFINITY) return;
   if (*largest == -INFINITY) {
     *largest = other_largest;
@@ -149,13 +151,13 @@ HF_INLINE void merge_row(float* largest, float* sums, float* values, float other
   for (int j = 0; j < dims; j += 16) store(values + j, fma(load(other_values + j), others, load(values + j) * mine));
 }
 
-HF_INLINE void add_sink(float* largest, float* sums, float* values, float sink, int dims) {
+NATIVE_INLINE void add_sink(float* largest, float* sums, float* values, float sink, int dims) {
   alignas(64) float one[16] = {1.0f}, nothing[MAX_HEAD] = {};
   merge_row(largest, sums, values, sink * LOG2_E, one, nothing, dims);
 }
 
 // The sums of further keys, for `count` rows.
-HF_INLINE void merge_all(const HeadShape& s, Softmax& total, const Softmax& part, int count) {
+NATIVE_INLINE void merge_all(const HeadShape& s, Softmax& total, const Softmax& part, int count) {
   int dims = s.value_dims();
   for (int r = 0; r < count; r++)
     merge_row(total.largest + r, total.sums + r * 16, total.values + r * dims, part.largest[r], part.sums + r * 16,
@@ -183,8 +185,8 @@ template <class W> struct LayerRows {
 };
 
 template <class W>
-HF_INLINE void gather_queries(AttentionScratch<W>& a, const HeadShape& s, const SequenceView& seq, int kv_head,
-                              int first, int count, const LayerRows<W>& layer, QueryRows& rows) {
+NATIVE_INLINE void gather_queries(AttentionScratch<W>& a, const HeadShape& s, const SequenceView& seq, int kv_head,
+                                  int first, int count, const LayerRows<W>& layer, QueryRows& rows) {
   typedef typename InputOf<W>::Type Input;
   rows.count = count;
   for (int r = 0; r < count; r++) {
@@ -195,7 +197,7 @@ HF_INLINE void gather_queries(AttentionScratch<W>& a, const HeadShape& s, const 
     memcpy((void*)to, layer.queries + rows.tokens[r] * layer.token_stride + head * layer.head_stride,
            layer.dims * sizeof(Input));
     memset((void*)(to + layer.dims), 0, (s.padded() - layer.dims) * sizeof(Input));
-#ifdef HF_TILES
+#ifdef NATIVE_TILES
     if constexpr (sizeof(Input) == 4)
 #endif
       for (int j = 0; j < s.padded(); j += 16)
@@ -205,7 +207,7 @@ HF_INLINE void gather_queries(AttentionScratch<W>& a, const HeadShape& s, const 
 
 // The results of rows: what they have summed over all keys, and their sinks.
 template <class W>
-HF_INLINE void write_results(const HeadShape& s, const QueryRows& rows, Softmax& sum, const LayerRows<W>& layer) {
+NATIVE_INLINE void write_results(const HeadShape& s, const QueryRows& rows, Softmax& sum, const LayerRows<W>& layer) {
   int dims = s.value_dims();
   for (int r = 0; r < rows.count; r++) {
     int head = rows.heads[r];

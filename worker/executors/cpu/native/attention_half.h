@@ -45,7 +45,8 @@ template <class W> bool Decoder<W>::project(Thread& t, const NativeLinear& qkv, 
 }
 
 // Calls `fn` with the pages of a layer, of what its keys and values are kept as.
-template <class W> template <class Fn>
+template <class W>
+template <class Fn>
 bool Decoder<W>::with_pages(const NativeLayer& l, const HeadShape& shape, Fn&& fn) {
   if (m.kept_as == holdfast::KEPT_AS_INT8) return fn(Pages<Code>{(Code*)l.pages, shape});
   return fn(Pages<W>{(W*)l.pages, shape});
@@ -79,7 +80,8 @@ template <class W> int Decoder<W>::queries_end(const NativeLayer& l) {
 }
 
 // Norms and rotates the queries and keys of a run of tokens for one KV head, and writes its keys and values.
-template <class W> template <class K>
+template <class W>
+template <class K>
 void Decoder<W>::prepare(const Pages<K>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head) {
   prepare_queries(pages.shape, l, own, unit, kv_head);
   if (!l.reads_others) prepare_keys(pages, l, own, unit, kv_head);
@@ -100,7 +102,8 @@ void Decoder<W>::prepare_queries(const HeadShape& s, const NativeLayer& l, Local
     }
   }
 }
-template <class W> template <class K>
+template <class W>
+template <class K>
 void Decoder<W>::prepare_keys(const Pages<K>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head) {
   const SequenceView& seq = attention.sequences[unit.sequence];
   const float* of_keys = projected.data + queries_end(l);
@@ -129,10 +132,11 @@ float* Decoder<W>::rotated(const NativeLayer& l, Local& own, const float* from, 
   const float* raw = from + (long)head * dim;
   memset(v, 0, ((dim + 31) / 32 * 32 + 16) * 4);
   if (norm.weight && l.norms_after_rotation) memcpy(v, raw, dim * 4);
-  else if (norm.weight && l.head_norms == HF_NORM_ALL_HEADS) whole_norm_row(from, norm, num_heads * dim, head * dim, dim, v);
+  else if (norm.weight && l.head_norms == NATIVE_NORM_ALL_HEADS)
+    whole_norm_row(from, norm, num_heads * dim, head * dim, dim, v);
   else if (norm.weight) {
     NativeNorm one = norm;
-    bool own_weights = l.head_norms == HF_NORM_OWN_WEIGHTS;
+    bool own_weights = l.head_norms == NATIVE_NORM_OWN_WEIGHTS;
     if (own_weights) one.weight += norm_head * dim;
     if (own_weights && one.bias) one.bias += norm_head * dim;
     norm_row(raw, one, dim, v);

@@ -43,16 +43,17 @@ template <class K> struct TileOfKeys {
   const K* keys[KEYS / 16];
 };
 template <class K>
-HF_INLINE TileOfKeys<K> find_keys(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key, int num_keys) {
+NATIVE_INLINE TileOfKeys<K> find_keys(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key,
+                                      int num_keys) {
   TileOfKeys<K> found;
   found.num_tiles = (num_keys + 15) / 16;
   for (int b = 0; b < found.num_tiles; b++) found.keys[b] = key_tile(pages, seq, kv_head, key + 16 * b);
   return found;
 }
 
-#ifdef HF_TILES
+#ifdef NATIVE_TILES
 // Scores of up to 16 rows: four tiles of keys side by side.
-HF_INLINE void score_16(Tiles& t, const Bf16* queries, int padded, const TileOfKeys<Bf16>& k, float* scores) {
+NATIVE_INLINE void score_16(Tiles& t, const Bf16* queries, int padded, const TileOfKeys<Bf16>& k, float* scores) {
   tile_zero<0>(t), tile_zero<1>(t), tile_zero<2>(t), tile_zero<3>(t);
   for (int d = 0; d < padded / 32; d++) {
     tile_load<4>(t, queries + d * 32, padded * 2);
@@ -65,7 +66,7 @@ HF_INLINE void score_16(Tiles& t, const Bf16* queries, int padded, const TileOfK
   tile_store<2>(t, scores + 32, KEYS * 4), tile_store<3>(t, scores + 48, KEYS * 4);
 }
 // Scores of 32 rows: two by two tiles. Those of keys that do not exist are nobody's.
-HF_INLINE void score_32(Tiles& t, const Bf16* queries, int padded, const TileOfKeys<Bf16>& k, float* scores) {
+NATIVE_INLINE void score_32(Tiles& t, const Bf16* queries, int padded, const TileOfKeys<Bf16>& k, float* scores) {
   for (int b = 0; b < k.num_tiles; b += 2, scores += 32) {
     const Bf16 *left = k.keys[b], *right = b + 1 < k.num_tiles ? k.keys[b + 1] : left;
     tile_zero<0>(t), tile_zero<1>(t), tile_zero<2>(t), tile_zero<3>(t);
@@ -79,8 +80,8 @@ HF_INLINE void score_32(Tiles& t, const Bf16* queries, int padded, const TileOfK
   }
 }
 template <class Value>
-HF_INLINE void add_values_16(Tiles& t, const Bf16* weights, int num_spans, int value_tiles, float* values,
-                             Value&& value) {
+NATIVE_INLINE void add_values_16(Tiles& t, const Bf16* weights, int num_spans, int value_tiles, float* values,
+                                 Value&& value) {
   int dims = value_tiles * 16;
   for (int v = 0; v < value_tiles; v += 4) {
     int some = value_tiles - v < 4 ? value_tiles - v : 4;
@@ -103,8 +104,8 @@ HF_INLINE void add_values_16(Tiles& t, const Bf16* weights, int num_spans, int v
   }
 }
 template <class Value>
-HF_INLINE void add_values_32(Tiles& t, const Bf16* weights, int num_spans, int value_tiles, float* values,
-                             Value&& value) {
+NATIVE_INLINE void add_values_32(Tiles& t, const Bf16* weights, int num_spans, int value_tiles, float* values,
+                                 Value&& value) {
   int dims = value_tiles * 16;
   for (int v = 0; v < value_tiles; v += 2) {
     bool two = v + 1 < value_tiles;
@@ -122,7 +123,7 @@ HF_INLINE void add_values_32(Tiles& t, const Bf16* weights, int num_spans, int v
 }
 // Rows [first, count) in tiles: two at a time. Where there are more than 16, tiles are whole, and rows behind the last one are
 // nobody's; they have room.
-template <class One, class Two> HF_INLINE void row_tiles(Tiles& t, int first, int count, One&& one, Two&& two) {
+template <class One, class Two> NATIVE_INLINE void row_tiles(Tiles& t, int first, int count, One&& one, Two&& two) {
   int shape = count < 16 ? count : 16;
   shape_tiles(t, shape, shape);
   for (; count - first > 16; first += 32) two(first);
@@ -131,7 +132,9 @@ template <class One, class Two> HF_INLINE void row_tiles(Tiles& t, int first, in
 #endif
 
 // Whether tiles of K are factors as they lie, for rows of a model of W.
-template <class W, class K> constexpr bool as_they_lie() { return std::is_same<W, K>::value && FactorOf<W>::AS_THEY_LIE; }
+template <class W, class K> constexpr bool as_they_lie() {
+  return std::is_same<W, K>::value && FactorOf<W>::AS_THEY_LIE;
+}
 
 // out [count][N * 16] (+)= rows times tiles that follow one another in each column. Many rows have them as factors once.
 template <int N, class W, class K>
@@ -155,8 +158,8 @@ void add_fma(AttentionScratch<W>& a, const typename FactorOf<W>::Type* rows, lon
 enum { COLUMNS_AT_ONCE = FMA_COLUMNS * WIDTH / 16 };
 
 // Keys that are codes, as bfloat16. `next`: codes that are fetched meanwhile.
-HF_INLINE TileOfKeys<Bf16> read_keys(AttentionScratch<Bf16>& a, const HeadShape& s, const TileOfKeys<Code>& k,
-                                     const TileOfKeys<Code>& next) {
+NATIVE_INLINE TileOfKeys<Bf16> read_keys(AttentionScratch<Bf16>& a, const HeadShape& s, const TileOfKeys<Code>& k,
+                                         const TileOfKeys<Code>& next) {
   TileOfKeys<Bf16> read;
   read.num_tiles = k.num_tiles;
   for (int b = 0; b < k.num_tiles; b++) {
@@ -173,10 +176,10 @@ HF_INLINE TileOfKeys<Bf16> read_keys(AttentionScratch<Bf16>& a, const HeadShape&
 // Scores [rows][64] of rows [first, count) with a tile of keys, without their scales. `next`: of few rows, the keys that are
 // fetched meanwhile.
 template <class W, class K>
-HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, const TileOfKeys<K>& k, int first,
-                          int count, const TileOfKeys<K>& next) {
+NATIVE_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, const TileOfKeys<K>& k, int first,
+                              int count, const TileOfKeys<K>& next) {
   int padded = s.padded();
-#ifdef HF_TILES
+#ifdef NATIVE_TILES
   if constexpr (sizeof(W) == 2 && sizeof(typename InputOf<W>::Type) == 2)
     return row_tiles(
         t, first, count, [&](int row) { score_16(t, a.queries + row * padded, padded, k, a.scores + row * KEYS); },
@@ -199,10 +202,10 @@ HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, 
 // values [rows][dims] += weights [rows][64] times a tile's values, for rows [first, count). `value(s, v)`: tile v of span s.
 // `later(s, v)`: what is fetched meanwhile, or null.
 template <class K, class W, class Value, class Later>
-HF_INLINE void add_values(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, int num_spans, float* values, int first,
-                          int count, Value&& value, Later&& later) {
+NATIVE_INLINE void add_values(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, int num_spans, float* values,
+                              int first, int count, Value&& value, Later&& later) {
   int dims = s.value_dims();
-#ifdef HF_TILES
+#ifdef NATIVE_TILES
   if constexpr (sizeof(W) == 2 && sizeof(typename InputOf<W>::Type) == 2)
     return row_tiles(
         t, first, count,

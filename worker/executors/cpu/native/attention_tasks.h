@@ -104,8 +104,8 @@ template <class W> class Attention {
 
   // All tasks of a kind. `prepare(task)`: what each does first.
   template <class K, class Prepare>
-  bool attend(holdfast::Run& run, const Pages<K>& pages, const AttentionKind& kind, const LayerRows<W>& layer, Tiles& tiles,
-              AttentionRoom<W>& own, Prepare&& prepare) {
+  bool attend(holdfast::Run& run, const Pages<K>& pages, const AttentionKind& kind, const LayerRows<W>& layer,
+              Tiles& tiles, AttentionRoom<W>& own, Prepare&& prepare) {
     if (!holdfast::tasks(run, kind.num_tasks, [&](int i) {
           const AttentionTask& task = kind.tasks[i];
           prepare(task);

@@ -19,7 +19,7 @@ struct ConvWeights {
 // Positions [from, end) of channels [c, c + 16). `input(position)` is asked for once each, from width - 1 positions before
 // `from` on; `put(position, input, sum)` comes in turn with it.
 template <class Input, class Put>
-HF_INLINE void causal_conv(const ConvWeights& conv, int c, int from, int end, Input&& input, Put&& put) {
+NATIVE_INLINE void causal_conv(const ConvWeights& conv, int c, int from, int end, Input&& input, Put&& put) {
   const long stride = (conv.channels + 15) / 16 * 16;
   const int before = conv.width - 1;
   Lanes weights[MAX_CONV_WIDTH], window[MAX_CONV_WIDTH];  // window: of `width` tokens, the last one the token itself

@@ -24,45 +24,45 @@ const float LARGEST_SCALE = 65504.0f;
 
 // Codes lie in lines of 16 outputs, on every class of machines.
 template <> inline int place<Code>(int k, int n) { return in_lines(k, n); }
-HF_INLINE const Code* pair_at(const Code* tile, int pair, int col) { return tile + pair * 32 + col; }
+NATIVE_INLINE const Code* pair_at(const Code* tile, int pair, int col) { return tile + pair * 32 + col; }
 
 #ifdef __AVX512F__
-HF_INLINE __m512 numbers_of(const Code* p) {
+NATIVE_INLINE __m512 numbers_of(const Code* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
-HF_INLINE Lanes load(const Code* p) { return {numbers_of(p)}; }
+NATIVE_INLINE Lanes load(const Code* p) { return {numbers_of(p)}; }
 // Whole numbers from -127 to 127.
-HF_INLINE void store(Code* p, Lanes x) {
+NATIVE_INLINE void store(Code* p, Lanes x) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)));
 }
 // Codes of two inputs as bfloat16, the first one in the lower halves.
-HF_INLINE void store_pairs(Bf16* to, const Code* low, const Code* high) {
+NATIVE_INLINE void store_pairs(Bf16* to, const Code* low, const Code* high) {
   __m512i lower = _mm512_srli_epi32(_mm512_castps_si512(numbers_of(low)), 16);
   _mm512_storeu_si512(to, _mm512_or_si512(lower, _mm512_castps_si512(numbers_of(high))));
 }
 #else
-HF_INLINE __m256 numbers_of(const Code* p) {
+NATIVE_INLINE __m256 numbers_of(const Code* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
-HF_INLINE Lanes load(const Code* p) { return {numbers_of(p), numbers_of(p + 8)}; }
-HF_INLINE void store(Code* p, Lanes x) {
+NATIVE_INLINE Lanes load(const Code* p) { return {numbers_of(p), numbers_of(p + 8)}; }
+NATIVE_INLINE void store(Code* p, Lanes x) {
   __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
   words = _mm256_permute4x64_epi64(words, 0xd8);
   _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
-HF_INLINE void store_pairs(Bf16* to, const Code* low, const Code* high) {
+NATIVE_INLINE void store_pairs(Bf16* to, const Code* low, const Code* high) {
   for (int i = 0; i < 16; i += 8) {
     __m256i lower = _mm256_srli_epi32(_mm256_castps_si256(numbers_of(low + i)), 16);
     _mm256_storeu_si256((__m256i*)(to + 2 * i), _mm256_or_si256(lower, _mm256_castps_si256(numbers_of(high + i))));
   }
 }
 #endif
-HF_INLINE Wide even_of(const Code* p) { return numbers_of(p); }
-HF_INLINE Wide odd_of(const Code* p) { return numbers_of(p + 16); }
+NATIVE_INLINE Wide even_of(const Code* p) { return numbers_of(p); }
+NATIVE_INLINE Wide odd_of(const Code* p) { return numbers_of(p + 16); }
 
 // A tile of codes as one of bfloat16, whose products take no other.
-HF_INLINE void to_bf16(const Code* tile, Bf16* out) {
-#ifdef HF_PAIRS
+NATIVE_INLINE void to_bf16(const Code* tile, Bf16* out) {
+#ifdef NATIVE_PAIRS
   for (int four = 0; four < 8; four++)
     for (int odd = 0; odd < 2; odd++) {
       const Code* first = tile + (four * 4 + odd) * 16;  // lies in the upper half
@@ -78,21 +78,21 @@ HF_INLINE void to_bf16(const Code* tile, Bf16* out) {
 template <class W, class K> struct ReadAs {
   typedef K Type;
 };
-#if defined(HF_PAIRS) || defined(HF_TILES)
+#if defined(NATIVE_PAIRS) || defined(NATIVE_TILES)
 template <> struct ReadAs<Bf16, Code> {
   typedef Bf16 Type;
 };
 #endif
 
-HF_INLINE float number_of(Half h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h.bits))); }
-HF_INLINE Half scale_of(float largest) {
+NATIVE_INLINE float number_of(Half h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h.bits))); }
+NATIVE_INLINE Half scale_of(float largest) {
   float least = largest / (float)LARGEST_CODE;
   least = least < LARGEST_SCALE ? least : LARGEST_SCALE;
   return {(uint16_t)_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(least), _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC))};
 }
 
 // The codes of a row, `count` a multiple of 16 with zeros behind its dimensions. Returns its scale.
-HF_INLINE Half to_codes(const float* x, int count, Code* codes) {
+NATIVE_INLINE Half to_codes(const float* x, int count, Code* codes) {
   Lanes largest = zero();
   unsigned finite = 0xffff;
   for (int j = 0; j < count; j += 16) {

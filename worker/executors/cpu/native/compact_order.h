@@ -13,7 +13,12 @@
 namespace {
 
 // A tile's blocks are of 128 numbers: [64 pairs of places][64 of the first half's low bytes][64 of the second half's].
-enum { BLOCK = 64, BLOCK_BYTES = 3 * BLOCK, TILE_BLOCKS = TILE / (2 * BLOCK), COMPACT_TILE = TILE_BLOCKS * BLOCK_BYTES };
+enum {
+  BLOCK = 64,
+  BLOCK_BYTES = 3 * BLOCK,
+  TILE_BLOCKS = TILE / (2 * BLOCK),
+  COMPACT_TILE = TILE_BLOCKS * BLOCK_BYTES
+};
 enum { COMMON = 16 };        // high bytes that have a place: eight, and the same with a sign
 enum { RARE_PER_TILE = 2 };  // room for others; a weight that has more of them in any panel stays as it is
 

@@ -14,7 +14,7 @@ enum { TILES_AHEAD = 6 };
 #ifdef __AVX512F__
 // What a step of 64 numbers adds to the sums of even and of odd inputs.
 template <class F, int R>
-HF_INLINE void add_step(const F* row, long stride, int step, const Bytes (&words)[2], Wide* even, Wide* odd) {
+NATIVE_INLINE void add_step(const F* row, long stride, int step, const Bytes (&words)[2], Wide* even, Wide* odd) {
   if constexpr (Factors<F>::STEPS == 2 * TILE_BLOCKS) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -38,8 +38,8 @@ HF_INLINE void add_step(const F* row, long stride, int step, const Bytes (&words
 
 // totals [R] += rows [R][32] times a tile, none of whose numbers are rare. `later`: one that is fetched meanwhile.
 template <class F, int R>
-HF_INLINE void add_compact_tile(const F* row, long stride, const uint8_t* tile, const uint8_t* later,
-                                const HighBytes& high_bytes, Wide* totals) {
+NATIVE_INLINE void add_compact_tile(const F* row, long stride, const uint8_t* tile, const uint8_t* later,
+                                    const HighBytes& high_bytes, Wide* totals) {
   const Bytes lower = bytes_all(0x0f);
   Wide even[R], odd[R];
 #pragma GCC unroll 8
@@ -77,7 +77,8 @@ __attribute__((noinline)) void add_rare_tile(const F* row, long stride, const Co
 
 // out [R][32] = rows [R] times k tiles of a panel.
 template <class F, int R>
-__attribute__((noinline)) void add_compact(const F* rows, long stride, const CompactRun& run, float* out, long out_stride) {
+__attribute__((noinline)) void add_compact(const F* rows, long stride, const CompactRun& run, float* out,
+                                           long out_stride) {
   const CompactPanel panel = run.panel;
   const HighBytes high_bytes(panel);
   Wide totals[2][R];
@@ -85,7 +86,8 @@ __attribute__((noinline)) void add_compact(const F* rows, long stride, const Com
   for (int r = 0; r < R; r++) totals[0][r] = totals[1][r] = wide_zero();
   for (int k = run.first; k < run.end; k++) {
     const F* row = rows + k * Factors<F>::PER_TILE;
-    const uint8_t* later = run.at(k + TILES_AHEAD);  // `run.later` took longer: so few rows do nothing but wait for memory
+    const uint8_t* later =
+        run.at(k + TILES_AHEAD);  // `run.later` took longer: so few rows do nothing but wait for memory
 #pragma GCC unroll 2
     for (int c = 0; c < 2; c++, later += COMPACT_TILE) {
       const int i = 2 * k + c;

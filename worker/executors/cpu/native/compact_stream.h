@@ -14,22 +14,23 @@ enum { STREAM_ROWS = 4, BLOCKS_OF_BOTH = 2 * TILE_BLOCKS };
 struct Reading {
   const uint8_t *from, *end, *later;
   Bf16* to;
-  HF_INLINE_MEMBER void some(const HighBytes& high_bytes, int blocks) {
+  NATIVE_INLINE_MEMBER void some(const HighBytes& high_bytes, int blocks) {
     for (; blocks && from < end; blocks--, from += BLOCK_BYTES, later += BLOCK_BYTES, to += 2 * BLOCK)
       fetch_block(later), read_block(high_bytes, from, to);
   }
 };
-HF_INLINE Reading reading(const CompactRun& run, int k, Bf16* to) {
+NATIVE_INLINE Reading reading(const CompactRun& run, int k, Bf16* to) {
   return {run.at(k), run.at(k) + (k < run.end ? BOTH_TILES : 0), run.later(k, TILES_AHEAD), to};
 }
-HF_INLINE void finish(const CompactRun& run, const HighBytes& high_bytes, int k, Reading rest, Bf16* tiles) {
+NATIVE_INLINE void finish(const CompactRun& run, const HighBytes& high_bytes, int k, Reading rest, Bf16* tiles) {
   rest.some(high_bytes, BLOCKS_OF_BOTH);
   for (int c = 0; c < 2 && k < run.end; c++)
     if (__builtin_expect(has_rare(run.panel, 2 * k + c), 0)) add_rare(run.panel, 2 * k + c, tiles + c * TILE);
 }
 
 // out [R][32] += rows [R][32] times both tiles.
-template <int R, class F> HF_INLINE void add_rows(const F* rows, long stride, const Bf16* tiles, float* out, long out_stride) {
+template <int R, class F>
+NATIVE_INLINE void add_rows(const F* rows, long stride, const Bf16* tiles, float* out, long out_stride) {
   if constexpr (R == STREAM_ROWS && has_block_4x2<F>) add_block_4x2(rows, stride, tiles, tiles + TILE, out, out_stride);
   else {
     const int C = 32 / WIDTH < FMA_COLUMNS ? 32 / WIDTH : FMA_COLUMNS;

@@ -5,13 +5,13 @@
 namespace holdfast {
 enum Dtype { BFLOAT16, FLOAT16, FLOAT32 };
 enum KeptAs { KEPT_AS_MODEL, KEPT_AS_INT8 };  // keys and values: in the model's dtype, or as codes (`codes.h`)
-}
+}  // namespace holdfast
 
 extern "C" {
 
 // What the units of a quantized weight have beside codes and scales, and the type of the scales (`units.h`).
-enum NativeOffset { HF_MIDDLE, HF_ZERO_POINTS, HF_MINIMA, HF_BYTE_MINIMA, HF_BYTE_HALVES };
-enum NativeScales { HF_HALF_SCALES, HF_BFLOAT_SCALES, HF_FLOAT_SCALES };
+enum NativeOffset { NATIVE_MIDDLE, NATIVE_ZERO_POINTS, NATIVE_MINIMA, NATIVE_BYTE_MINIMA, NATIVE_BYTE_HALVES };
+enum NativeScales { NATIVE_HALF_SCALES, NATIVE_BFLOAT_SCALES, NATIVE_FLOAT_SCALES };
 struct NativeUnits {
   int bits, offset, scales;  // bits of a code, 4, 5, 6 or 8; 0: there are no units
   int before;                // see `UnitForm`
@@ -30,7 +30,7 @@ struct NativeLinear {
   long panel_bytes;  // of a compact panel (`compact_order.h`) or one of units; 0: tiles
   NativeUnits units;
   const NativePanel* panels;  // [groups * 2], of a weight whose panels have units of several forms; or null
-  int site;  // its number, from 1, among the linears that adapters may add to; 0: it is none of them
+  int site;                   // its number, from 1, among the linears that adapters may add to; 0: it is none of them
 };
 
 // What an adapter adds to a linear (`adapters.h`). Of 16 outputs, the ranks that they have numbers of.
@@ -39,11 +39,11 @@ struct NativeSpan {
   long place;  // in `b`, of [end - first][16]
 };
 struct NativeAdapted {
-  const void* a;           // [ranks / 16][inputs, slices filled up to whole tiles][16], of the model's dtype
-  const void* b;           // likewise
-  const float* scales;     // [ranks]
-  const NativeSpan* spans; // [groups * 4]
-  int ranks;               // filled up to sixteens; 0: it adds nothing here
+  const void* a;            // [ranks / 16][inputs, slices filled up to whole tiles][16], of the model's dtype
+  const void* b;            // likewise
+  const float* scales;      // [ranks]
+  const NativeSpan* spans;  // [groups * 4]
+  int ranks;                // filled up to sixteens; 0: it adds nothing here
 };
 struct NativeAdapter {
   const NativeAdapted* linears;  // [sites]
@@ -57,13 +57,13 @@ struct NativeNorm {
 };
 
 struct NativeMlp {
-  NativeLinear up;    // with a gate: groups of 32 gates and 32 ups
-  NativeLinear down;  // sums over slices
+  NativeLinear up;                // with a gate: groups of 32 gates and 32 ups
+  NativeLinear down;              // sums over slices
   float gate_scale, inner_scale;  // with a gate: multiply it before the activation, and what goes into `down`
   int activation, has_gate;
 };
 
-enum NativeScoring { HF_SOFTMAX, HF_SOFTMAX_OF_TOP, HF_SIGMOID };
+enum NativeScoring { NATIVE_SOFTMAX, NATIVE_SOFTMAX_OF_TOP, NATIVE_SIGMOID };
 struct NativeExperts {
   NativeLinear router;  // outputs: one an expert, or several times that many, which are summed: see `routing.h`
   const NativeMlp* experts;
@@ -89,13 +89,13 @@ struct NativeRotary {
 };
 
 // What a norm of queries and keys goes over: each head with one weight, all heads together, each head with its own weight.
-enum NativeHeadNorms { HF_NORM_EACH_HEAD, HF_NORM_ALL_HEADS, HF_NORM_OWN_WEIGHTS };
+enum NativeHeadNorms { NATIVE_NORM_EACH_HEAD, NATIVE_NORM_ALL_HEADS, NATIVE_NORM_OWN_WEIGHTS };
 
 // A short convolution in place of attention (`short_conv.h`). Its output is the layer's.
 struct NativeShortConv {
-  NativeLinear inputs;   // outputs: B of all channels, then C, then x
-  const float* kernel;   // [width][channels, filled up]: the last row weighs a token itself
-  const float* bias;     // [channels, filled up], or null
+  NativeLinear inputs;  // outputs: B of all channels, then C, then x
+  const float* kernel;  // [width][channels, filled up]: the last row weighs a token itself
+  const float* bias;    // [channels, filled up], or null
   int channels, width;
   int columns;  // inputs of the convolution that a slot keeps, each at its position modulo this
 };
@@ -103,14 +103,17 @@ struct NativeShortConv {
 // A recurrence in place of attention or beside it (`recurrence.h`): Gated DeltaNet, or Mamba2, whose C, B and x are queries,
 // keys and values. Its output is the layer's.
 struct NativeRecurrence {
-  NativeLinear inputs;  // outputs: queries and keys of all key heads, values, then b and a, or dt, and z of all value heads
-  NativeLinear gates;   // of a decay for each key (Kimi): from the last outputs of `inputs`, a of each key, then z; or none
-  const float *kernel, *conv_bias;  // of the convolution: [width][channels of queries, keys and values]; [channels] or null
-  const float *a_log, *dt_bias;     // [value heads], but for dt_bias [value heads][keys] of a decay for each key
-  const float* skip;                // [value heads], of Mamba2; null: Gated DeltaNet
-  NativeNorm norm;                  // over the values of a head; of Mamba2 weights of all heads
-  float dt_scale, z_scale;          // multiply dt, or a, and z
-  float least_dt, most_dt;          // of Mamba2: bounds of a time step
+  NativeLinear
+      inputs;  // outputs: queries and keys of all key heads, values, then b and a, or dt, and z of all value heads
+  NativeLinear
+      gates;  // of a decay for each key (Kimi): from the last outputs of `inputs`, a of each key, then z; or none
+  const float *kernel,
+      *conv_bias;  // of the convolution: [width][channels of queries, keys and values]; [channels] or null
+  const float *a_log, *dt_bias;  // [value heads], but for dt_bias [value heads][keys] of a decay for each key
+  const float* skip;             // [value heads], of Mamba2; null: Gated DeltaNet
+  NativeNorm norm;               // over the values of a head; of Mamba2 weights of all heads
+  float dt_scale, z_scale;       // multiply dt, or a, and z
+  float least_dt, most_dt;       // of Mamba2: bounds of a time step
   int key_heads, value_heads, key_dim, value_dim, width;
   int columns;                      // rows of inputs that a slot keeps, each at its position modulo this
   int unit_heads, heads_per_slice;  // value heads of a unit, see `recurrence_task.h`; of a slice of the output's inputs
@@ -153,19 +156,19 @@ struct NativeLayer {
   const float* sinks;
   const float* query_scales;  // [positions]: multiply queries; or null
   void* pages;
-  const NativeShortConv* conv;  // in place of attention, or null
+  const NativeShortConv* conv;         // in place of attention, or null
   const NativeRecurrence* recurrence;  // likewise; or beside attention: then each slice of the output's inputs has
                                        // values of attention first
-  const NativeLatent* latent;   // of latent attention: one KV head of `head_dim` = latent and rope; or null
-  const NativeLayerInput* input;  // or null
-  float* states;                // [slots][state_length]: what such a layer keeps of sequences
+  const NativeLatent* latent;          // of latent attention: one KV head of `head_dim` = latent and rope; or null
+  const NativeLayerInput* input;       // or null
+  float* states;                       // [slots][state_length]: what such a layer keeps of sequences
   long state_length;
   long block_bytes;  // of its pages: from a block to the next; 0: blocks follow one another
   float scaling, softcap, value_scale, residual_scale, output_scale;  // output_scale: of a layer with an `mlp_out_norm`
-  int num_heads, num_kv_heads, head_dim, heads_per_slice, window, rotary, head_norms, norms_after_rotation,
-      has_gate, parallel;  // head_norms: see `HeadNorms`; has_gate: a gate for each output of attention
+  int num_heads, num_kv_heads, head_dim, heads_per_slice, window, rotary, head_norms, norms_after_rotation, has_gate,
+      parallel;                   // head_norms: see `HeadNorms`; has_gate: a gate for each output of attention
   int block_size, has_own_table;  // has_own_table: its blocks are those of layers with a window
-  int reads_others;  // `pages` are another layer's, which writes them: `qkv` has queries alone
+  int reads_others;               // `pages` are another layer's, which writes them: `qkv` has queries alone
 };
 
 // Attention of one layer of modules that are not a decoder's.
@@ -201,10 +204,10 @@ struct NativeModel {
   NativeNorm norm;
   NativeLinear head;
   const NativeTokenInputs* inputs;  // or null
-  const NativeExchange* exchange;  // null: a step stops where a sum over ranks is due
+  const NativeExchange* exchange;   // null: a step stops where a sum over ranks is due
   float embedding_scale, logit_scale, logit_softcap;
   int num_layers, num_rotaries, hidden, first_vocab_row, vocab_rows,
-      vocab_size;  // rows: of this rank; the last ranks' may lie beyond the vocabulary
+      vocab_size;                               // rows: of this rank; the last ranks' may lie beyond the vocabulary
   int max_rows, tensor_parallel_size, kept_as;  // kept_as: see `KeptAs`
   int sum_parts;  // sums that a half of a layer leaves beside each other: 2 with a mixture beside an MLP, else 1
   int num_sites;  // linears that adapters may add to
@@ -215,17 +218,18 @@ struct NativeStep {
   const long *num_window_blocks, *window_blocks;  // of layers with a window that have a table of their own; or null
   const long *state_slots, *num_drafts;  // of each sequence, where the model has states: its slot; how many of its last
                                          // tokens are drafts, which its next step may follow only in part
-  float* logits;      // [wanted that are not pooled][vocab rows], or null
+  float* logits;                         // [wanted that are not pooled][vocab rows], or null
   float* block_best;  // [wanted][groups of the head], or null: the largest of each 64 logits; NaN: not all are finite
   float* block_mass;  // [wanted][groups of the head], or null: the sum of exp(logit - the largest) of each 64 logits
   float* all_logits;  // [wanted][vocab size], or null: with an exchange, those of all ranks; null or not on all alike
-  float* hidden;      // [rows][hidden], or null: the residual stream of all rows behind the last layer; then none is left out
-  int* best;  // [wanted]: the token of the row's largest logit; -1: not all are finite. With an exchange, of all
-              // ranks, unless there are logits; without, a column of this rank
-  long* progress;     // counts layers
+  float*
+      hidden;  // [rows][hidden], or null: the residual stream of all rows behind the last layer; then none is left out
+  int* best;   // [wanted]: the token of the row's largest logit; -1: not all are finite. With an exchange, of all
+               // ranks, unless there are logits; without, a column of this rank
+  long* progress;                 // counts layers
   const int* adapter_of;          // [rows]: its number among `adapters`, or -1; null: no row has one
   const NativeAdapter* adapters;  // [num_adapters]
-  float* pooled;  // [num_pooled][hidden, up to a multiple of 16]: behind the final norm; or null
+  float* pooled;                  // [num_pooled][hidden, up to a multiple of 16]: behind the final norm; or null
   int num_rows, num_sequences, num_wanted;
   int first_layer;  // where the step begins: 0, but for a proof of one layer
   int num_adapters;

@@ -18,7 +18,7 @@ namespace {
 enum { STATE_COLUMNS = 32, KEY_CHAIN = 32 };
 
 // `N` times 16 columns: memory = S^T k.
-template <int N> HF_INLINE void recall(const float* state, const float* k, int keys, Lanes memory[N]) {
+template <int N> NATIVE_INLINE void recall(const float* state, const float* k, int keys, Lanes memory[N]) {
   for (int from = 0; from < keys; from += KEY_CHAIN) {
     const int end = from + KEY_CHAIN < keys ? from + KEY_CHAIN : keys;
     Lanes sum[N];
@@ -30,8 +30,8 @@ template <int N> HF_INLINE void recall(const float* state, const float* k, int k
 }
 // S = decay S + k (x) write; out = S^T q; where a token follows, memory = S^T (its k), which is `next`. `decays` [keys], or null.
 template <int N, bool IS_LAST, bool BY_KEY>
-HF_INLINE void advance(float* state, const float* k, const float* q, int keys, Lanes decay, const float* decays,
-                       const Lanes write[N], const float* next, Lanes out[N], Lanes memory[N]) {
+NATIVE_INLINE void advance(float* state, const float* k, const float* q, int keys, Lanes decay, const float* decays,
+                           const Lanes write[N], const float* next, Lanes out[N], Lanes memory[N]) {
   for (int from = 0; from < keys; from += KEY_CHAIN) {
     const int end = from + KEY_CHAIN < keys ? from + KEY_CHAIN : keys;
     Lanes sum[N], seen[N];
@@ -62,7 +62,7 @@ struct HeadTokens {
   const float* skip;
 };
 
-template <int N, bool BY_KEY> HF_INLINE void delta_columns(float* state, const HeadTokens& t, int column) {
+template <int N, bool BY_KEY> NATIVE_INLINE void delta_columns(float* state, const HeadTokens& t, int column) {
   Lanes memory[N], write[N], read[N];
   const float* seen = BY_KEY ? t.faded : t.k;
   recall<N>(state, seen, t.keys, memory);
@@ -79,7 +79,7 @@ template <int N, bool BY_KEY> HF_INLINE void delta_columns(float* state, const H
   }
 }
 
-template <int N> HF_INLINE void space_columns(float* state, const HeadTokens& t, int column) {
+template <int N> NATIVE_INLINE void space_columns(float* state, const HeadTokens& t, int column) {
   Lanes none[N], write[N], read[N];
   for (int i = 0; i < t.count; i++) {
     const float *k = t.k + (long)i * t.keys, *q = t.q + (long)i * t.keys, *v = t.v + i * t.stride + column;
@@ -90,7 +90,7 @@ template <int N> HF_INLINE void space_columns(float* state, const HeadTokens& t,
   }
 }
 
-template <int N> HF_INLINE void columns_pass(float* state, const HeadTokens& tokens, int column) {
+template <int N> NATIVE_INLINE void columns_pass(float* state, const HeadTokens& tokens, int column) {
   if (tokens.skip) return space_columns<N>(state, tokens, column);
   return tokens.faded ? delta_columns<N, true>(state, tokens, column) : delta_columns<N, false>(state, tokens, column);
 }
@@ -105,27 +105,29 @@ __attribute__((noinline)) void pass_tile(float* tile, const HeadTokens& tokens, 
 // --- what goes in and comes out ---
 
 // log(1 + e^x) = max(x, 0) + log(1 + u), u = e^-|x|, by log(1 + u) = 2 atanh(u / (2 + u)).
-HF_INLINE Lanes softplus_of(Lanes x) {
+NATIVE_INLINE Lanes softplus_of(Lanes x) {
   Lanes u = exp_of(all(0.0f) - absolute(x)), s = u / (all(2.0f) + u), z = s * s, p = all(2.0f / 17);
   for (int odd = 15; odd > 0; odd -= 2) p = fma(p, z, all(2.0f / (float)odd));
   return fma(p, s, larger(zero(), x));
 }
 // The sum of squares of x [n], n a multiple of 16: four sums, added pairwise.
-HF_INLINE float sum_of_squares(const float* x, int n) {
+NATIVE_INLINE float sum_of_squares(const float* x, int n) {
   Lanes sum[4];
   for (auto& s : sum) s = zero();
   for (int i = 0; i < n; i += 16) sum[i / 16 % 4] = fma(load(x + i), load(x + i), sum[i / 16 % 4]);
   return sum_of((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
-HF_INLINE void scale_row(float* x, int n, float by) {
+NATIVE_INLINE void scale_row(float* x, int n, float by) {
   for (int i = 0; i < n; i += 16) store(x + i, load(x + i) * all(by));
 }
 // x over its length, times `by`.
-HF_INLINE void unit_row(float* x, int n, float by) { scale_row(x, n, by / square_root(sum_of_squares(x, n) + 1e-6f)); }
+NATIVE_INLINE void unit_row(float* x, int n, float by) {
+  scale_row(x, n, by / square_root(sum_of_squares(x, n) + 1e-6f));
+}
 // An RMSNorm of x [n], then times SiLU of `gate`, or its sigmoid, a block of 16 at a time.
 template <class Put>
-HF_INLINE void gated_norm(const float* x, const float* gate, bool is_sigmoid, const float* weight, float eps, int n,
-                          Put&& put) {
+NATIVE_INLINE void gated_norm(const float* x, const float* gate, bool is_sigmoid, const float* weight, float eps, int n,
+                              Put&& put) {
   Lanes inverse = all(1.0f / square_root(sum_of_squares(x, n) / (float)n + eps));
   for (int i = 0; i < n; i += 16) {
     const Lanes z = load(gate + i);

@@ -17,8 +17,8 @@ namespace {
 // Edits one row after the other: a copy where many tokens change, else in place, with what is needed to undo it.
 class Editor {
  public:
-  std::vector<int> changed;   // tokens whose blocks have another best one than `bests` says
-  std::vector<float> bests;   // of a copy's blocks before these changes, as `Row::best`
+  std::vector<int> changed;  // tokens whose blocks have another best one than `bests` says
+  std::vector<float> bests;  // of a copy's blocks before these changes, as `Row::best`
 
   static bool is_sparse(const NativeEdits& e) { return !e.mask && !e.allowed; }
 
@@ -147,7 +147,8 @@ class Editor {
     memcpy(values, &replaced[first], count * sizeof(float)), memcpy(numbers, counted, count * sizeof(float));
     Lanes v = load(values), n = load(numbers), repetition = all(e.penalties.repetition_penalty);
     v = where_above(v, zero(), v / repetition, v * repetition);
-    store(values, where_above(n, zero(), (v - all(e.penalties.frequency_penalty) * n) - all(e.penalties.presence_penalty), v));
+    store(values,
+          where_above(n, zero(), (v - all(e.penalties.frequency_penalty) * n) - all(e.penalties.presence_penalty), v));
     for (int i = 0; i < count; i++) row[changed[first + i]] = values[i];
   }
 };

@@ -8,7 +8,7 @@
 // All give the same bits.
 #include "typed.h"
 
-#ifdef HF_BF16_ALONE
+#ifdef NATIVE_BF16_ALONE
 holdfast::AnyDecoder* holdfast::plain_decoder(const NativeModel&, int, Pool*) { return nullptr; }
 holdfast::AnyAttention* holdfast::plain_attention(const NativeAttention*, int, int, int, Pool*) { return nullptr; }
 int holdfast::plain_product(Pool*, const NativeLinear&, int, const void*, long, int, float*) { return 0; }
@@ -57,15 +57,16 @@ float* native_decoder_residual(void* decoder) { return ((AnyDecoder*)decoder)->r
 long native_decoder_stride(void* decoder) { return ((AnyDecoder*)decoder)->stride(); }
 
 // out [count][outputs] = rows [count] of a linear's inputs times its weight, and its bias, on the threads of a pool.
-int native_multiply(holdfast::Pool* pool, const NativeLinear* linear, int dtype, const void* rows, long stride, int count,
-                    float* out) {
+int native_multiply(holdfast::Pool* pool, const NativeLinear* linear, int dtype, const void* rows, long stride,
+                    int count, float* out) {
   if (dtype == holdfast::BFLOAT16) return multiply<Bf16>(pool, *linear, rows, stride, count, out);
   return holdfast::plain_product(pool, *linear, dtype, rows, stride, count, out);
 }
 
 // out [groups * 64] = what an adapter adds to the packed outputs of a linear, of one row of its inputs, [slices][length]. On
 // the calling thread; it touches nothing that a step uses.
-void native_added(const NativeAdapted* adapted, int dtype, const void* row, int slices, long length, int groups, float* out) {
+void native_added(const NativeAdapted* adapted, int dtype, const void* row, int slices, long length, int groups,
+                  float* out) {
   FlushedDenormals flushed;
   if (dtype == holdfast::BFLOAT16) return added_alone<Bf16>(*adapted, row, slices, length, groups, out);
   holdfast::plain_added(*adapted, dtype, row, slices, length, groups, out);
@@ -93,7 +94,7 @@ int native_attention_run(void* attention, int layer, const NativeAttentionRows* 
 
 // Whether this machine's instruction for pairs of bf16 rounds as two FMAs do, on numbers of all sizes. 1 where none is used.
 int native_pairs_agree() {
-#ifdef HF_PAIRS
+#ifdef NATIVE_PAIRS
   FlushedDenormals flushed;
   uint64_t seed = 1;
   auto next = [&] { return seed = seed * 6364136223846793005u + 1442695040888963407u, (uint32_t)(seed >> 32); };

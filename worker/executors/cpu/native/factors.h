@@ -10,25 +10,27 @@
 namespace {
 
 // Where input k of output n lies in a tile.
-template <class W> HF_INLINE int place(int k, int n) { return in_pairs(k, n); }
+template <class W> NATIVE_INLINE int place(int k, int n) { return in_pairs(k, n); }
 template <> inline int place<float>(int k, int n) { return in_lines(k, n); }
 
 // The inputs of pair `pair` for outputs `col` onwards.
-template <class W> HF_INLINE const W* pair_at(const W* tile, int pair, int col) { return tile + pair * 32 + col * 2; }
-HF_INLINE const float* pair_at(const float* tile, int pair, int col) { return tile + pair * 32 + col; }
+template <class W> NATIVE_INLINE const W* pair_at(const W* tile, int pair, int col) {
+  return tile + pair * 32 + col * 2;
+}
+NATIVE_INLINE const float* pair_at(const float* tile, int pair, int col) { return tile + pair * 32 + col; }
 
 // How factors of a kind lie in a row, and are multiplied with those of a tile, in `STEPS` steps over its even or odd inputs.
 template <class F> struct Factors {
   enum { PER_TILE = 32, STEPS = 16 };
   typedef Wide Many;
-  static HF_INLINE_MEMBER Many all(const float* x) { return wide_all(x); }
-  template <class W> static HF_INLINE_MEMBER Many even(const W* tile, int step, int col) {
+  static NATIVE_INLINE_MEMBER Many all(const float* x) { return wide_all(x); }
+  template <class W> static NATIVE_INLINE_MEMBER Many even(const W* tile, int step, int col) {
     return even_of(pair_at(tile, step, col));
   }
-  template <class W> static HF_INLINE_MEMBER Many odd(const W* tile, int step, int col) {
+  template <class W> static NATIVE_INLINE_MEMBER Many odd(const W* tile, int step, int col) {
     return odd_of(pair_at(tile, step, col));
   }
-  static HF_INLINE_MEMBER Wide add_product(Wide sum, Many x, Many w) { return wide_fma(x, w, sum); }
+  static NATIVE_INLINE_MEMBER Wide add_product(Wide sum, Many x, Many w) { return wide_fma(x, w, sum); }
 };
 
 // What a model's rows are multiplied as; and whether its tiles are factors as they lie.
@@ -38,9 +40,9 @@ template <class W> struct FactorOf {
 };
 
 // 16 numbers of a row as factors.
-template <class From> HF_INLINE void store_factors(float* to, const From* from) { store(to, load(from)); }
+template <class From> NATIVE_INLINE void store_factors(float* to, const From* from) { store(to, load(from)); }
 // A tile as one of float32.
-template <class W> HF_INLINE void widen_tile(const W* tile, float* out) {
+template <class W> NATIVE_INLINE void widen_tile(const W* tile, float* out) {
   for (int pair = 0; pair < 16; pair++)
     for (int col = 0; col < 16; col += WIDTH) {
       const W* p = pair_at(tile, pair, col);
@@ -48,7 +50,7 @@ template <class W> HF_INLINE void widen_tile(const W* tile, float* out) {
     }
 }
 
-#ifdef HF_PAIRS
+#ifdef NATIVE_PAIRS
 struct Pair {
   uint32_t bits;  // the first one in the upper half
 };
@@ -63,16 +65,16 @@ template <> struct FactorOf<Bf16> {
 template <> struct Factors<Pair> {
   enum { PER_TILE = 16, STEPS = 8 };
   typedef WidePairs Many;
-  static HF_INLINE_MEMBER Many all(const Pair* x) { return pairs_all(x->bits); }
-  static HF_INLINE_MEMBER Many even(const Bf16* tile, int step, int col) {
+  static NATIVE_INLINE_MEMBER Many all(const Pair* x) { return pairs_all(x->bits); }
+  static NATIVE_INLINE_MEMBER Many even(const Bf16* tile, int step, int col) {
     return pairs_load(tile + step * 64 + col * 2);
   }
-  static HF_INLINE_MEMBER Many odd(const Bf16* tile, int step, int col) { return even(tile + 32, step, col); }
-  static HF_INLINE_MEMBER Wide add_product(Wide sum, Many x, Many w) { return wide_two_products(sum, x, w); }
+  static NATIVE_INLINE_MEMBER Many odd(const Bf16* tile, int step, int col) { return even(tile + 32, step, col); }
+  static NATIVE_INLINE_MEMBER Wide add_product(Wide sum, Many x, Many w) { return wide_two_products(sum, x, w); }
 };
 
 // Of four inputs, even and odd: x2 x0 x3 x1 from the lowest word on.
-HF_INLINE void store_factors(Pair* to, const Bf16* from) {
+NATIVE_INLINE void store_factors(Pair* to, const Bf16* from) {
   __m256i words = _mm256_loadu_si256((const __m256i*)from);
   words = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0x72), 0x72);
   _mm256_storeu_si256((__m256i*)to, words);
@@ -80,6 +82,6 @@ HF_INLINE void store_factors(Pair* to, const Bf16* from) {
 #endif
 
 // So many factors are this many inputs, a multiple of 16.
-template <class F> HF_INLINE long factors_in(long inputs) { return inputs * Factors<F>::PER_TILE / K_TILE; }
+template <class F> NATIVE_INLINE long factors_in(long inputs) { return inputs * Factors<F>::PER_TILE / K_TILE; }
 
 }  // namespace

@@ -16,7 +16,7 @@ enum { PANEL = 32, GROUP = 64 };
 const int PREFETCH_BYTES = 2048, FAR_BYTES = 8192;
 // Rows that share a load of weights: with two registers of columns they fill the registers that there are.
 enum { FMA_ROWS = WIDTH == 16 ? 8 : 6, FMA_SOME = 4, FMA_COLUMNS = 2 };
-enum { BOTH_ROWS = 4 };  // the same, if registers hold the sums of even and odd inputs and of all tiles
+enum { BOTH_ROWS = 4 };                  // the same, if registers hold the sums of even and odd inputs and of all tiles
 enum { FEW_ROWS = 3, FEW_COLUMNS = 4 };  // rows that stream, and registers of columns for one of them
 
 // The first tiles of N columns of 16 outputs, and how far from each the tile of the next 32 inputs is. `ahead`: bytes from a
@@ -28,13 +28,13 @@ template <class W, int N> struct Columns {
   void fetch(int i, const void* later) { ahead[i] = (long)((uintptr_t)later - (uintptr_t)first[i]); }
 };
 enum { AS_COLUMNS_SAY = -1 };  // instead of a number of bytes by which weights are fetched ahead
-template <int AHEAD, class W, int N> HF_INLINE long ahead_of(const Columns<W, N>& columns, int i) {
+template <int AHEAD, class W, int N> NATIVE_INLINE long ahead_of(const Columns<W, N>& columns, int i) {
   return AHEAD == AS_COLUMNS_SAY ? columns.ahead[i] : AHEAD;
 }
 template <int C> constexpr int columns_in() { return C * WIDTH / 16 ? C * WIDTH / 16 : 1; }
 
 // Asks for what a step takes of the weights that come `ahead` bytes later.
-template <int STEPS, class W> HF_INLINE void fetch_ahead(const W* tile, int step, long ahead) {
+template <int STEPS, class W> NATIVE_INLINE void fetch_ahead(const W* tile, int step, long ahead) {
   const int bytes = TILE * sizeof(W) / STEPS;
 #pragma GCC unroll 2
   for (int i = 0; i < bytes; i += 64) _mm_prefetch((const char*)tile + step * bytes + i + ahead, _MM_HINT_T0);
@@ -42,8 +42,8 @@ template <int STEPS, class W> HF_INLINE void fetch_ahead(const W* tile, int step
 
 // out [R][C registers] (+)= rows [R][32] times k tile `k` of each column. `AHEAD`: bytes by which weights are fetched, or 0.
 template <class F, class W, int R, int C, int AHEAD>
-HF_INLINE void add_tile(const F* rows, long stride, const Columns<W, columns_in<C>()>& columns, int k, float* out,
-                        long out_stride, bool begun) {
+NATIVE_INLINE void add_tile(const F* rows, long stride, const Columns<W, columns_in<C>()>& columns, int k, float* out,
+                            long out_stride, bool begun) {
   Wide even[R][C];
 #pragma GCC unroll 2
   for (int odd = 0; odd < 2; odd++) {
@@ -98,8 +98,8 @@ __attribute__((noinline)) void add_tiles(const F* rows, long stride, const Colum
 
 // The same, even and odd inputs at once, and sums that stay in registers. `AHEAD`: bytes by which weights are fetched, or 0.
 template <int R, int C, int AHEAD, class F, class W>
-HF_INLINE void add_both(const F* rows, long stride, const Columns<W, columns_in<C>()>& columns, int tiles, float* out,
-                        long out_stride, bool begun, Next next) {
+NATIVE_INLINE void add_both(const F* rows, long stride, const Columns<W, columns_in<C>()>& columns, int tiles,
+                            float* out, long out_stride, bool begun, Next next) {
   Wide total[R][C];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
@@ -139,7 +139,7 @@ HF_INLINE void add_both(const F* rows, long stride, const Columns<W, columns_in<
 }
 
 // Calls `block(count, first row)` for rows in blocks of at most MOST; the count is a constant.
-template <int MOST, class Block> HF_INLINE void row_blocks(int count, Block&& block) {
+template <int MOST, class Block> NATIVE_INLINE void row_blocks(int count, Block&& block) {
   int r = 0;
   for (; count - r >= MOST; r += MOST) block(std::integral_constant<int, MOST>(), r);
   for (; count - r >= FMA_SOME; r += FMA_SOME) block(std::integral_constant<int, FMA_SOME>(), r);
@@ -149,8 +149,8 @@ template <int MOST, class Block> HF_INLINE void row_blocks(int count, Block&& bl
 
 // Any number of rows up to `FMA_ROWS` at once, which streams columns past them and fetches what these say.
 template <int C, int R = 1, class F, class W>
-HF_INLINE void add_few(const F* rows, long stride, int count, const Columns<W, columns_in<C>()>& columns, int tiles,
-                       float* out, long out_stride, bool begun) {
+NATIVE_INLINE void add_few(const F* rows, long stride, int count, const Columns<W, columns_in<C>()>& columns, int tiles,
+                           float* out, long out_stride, bool begun) {
   const int SUMS = WIDTH == 16 ? 16 : 8;  // of even and of odd inputs that registers hold beside the totals
   if (count > R) {
     if constexpr (R < FMA_ROWS) add_few<C, R + 1>(rows, stride, count, columns, tiles, out, out_stride, begun);
@@ -177,8 +177,9 @@ __attribute__((noinline)) void add_block(const F* rows, long stride, const Colum
 // out [count][C registers] (+)= rows [count][tiles * 32] times as many tiles of each column. `FAR`: they are far from the
 // caches, and the first rows fetch them. `next`: [bytes] that come next, or null, which the other rows fetch, or all.
 template <int C, bool FAR, class F, class W>
-HF_INLINE void add_many(const F* rows, long stride, int count, const Columns<W, columns_in<C>()>& columns, int tiles,
-                        float* out, long out_stride, bool begun, const void* next = nullptr, long bytes = 0) {
+NATIVE_INLINE void add_many(const F* rows, long stride, int count, const Columns<W, columns_in<C>()>& columns,
+                            int tiles, float* out, long out_stride, bool begun, const void* next = nullptr,
+                            long bytes = 0) {
   const bool holds_both = WIDTH == 16 && count > FMA_ROWS;
   const int most = holds_both ? BOTH_ROWS : FMA_ROWS;
   const int others = ((count - 1) / most + !FAR) * tiles;  // tiles that fetch what comes next
@@ -186,7 +187,8 @@ HF_INLINE void add_many(const F* rows, long stride, int count, const Columns<W, 
   auto with = [&](int r, auto first, auto other) {
     long before = (long)(r / most - FAR) * tiles * lines * 64;
     Next some = r || !FAR ? Next{(const char*)next + before, lines} : Next{nullptr, 0};
-    (r || !FAR ? other : first)(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun, some);
+    (r || !FAR ? other : first)(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun,
+                                some);
   };
   if (holds_both)
     row_blocks<BOTH_ROWS>(count, [&](auto block, int r) {

@@ -7,7 +7,7 @@
 namespace {
 
 // 2^y for y <= 127; 0 where it is no normal number. A polynomial of degree 6 on [-1/2, 1/2].
-HF_INLINE Lanes exp2_of(Lanes y) {
+NATIVE_INLINE Lanes exp2_of(Lanes y) {
   Lanes f, n = split(y, f);
   Lanes p = all(1.5403530e-4f);
   p = fma(p, f, all(1.3333558e-3f));
@@ -21,11 +21,11 @@ HF_INLINE Lanes exp2_of(Lanes y) {
 
 const float LOG2_E = 1.44269504f;
 
-HF_INLINE Lanes exp_of(Lanes x) { return exp2_of(smaller(all(127.0f), x * all(LOG2_E))); }
-HF_INLINE Lanes sigmoid_of(Lanes x) { return all(1.0f) / (all(1.0f) + exp_of(all(0.0f) - x)); }
-HF_INLINE Lanes silu_of(Lanes x) { return x * sigmoid_of(x); }
+NATIVE_INLINE Lanes exp_of(Lanes x) { return exp2_of(smaller(all(127.0f), x * all(LOG2_E))); }
+NATIVE_INLINE Lanes sigmoid_of(Lanes x) { return all(1.0f) / (all(1.0f) + exp_of(all(0.0f) - x)); }
+NATIVE_INLINE Lanes silu_of(Lanes x) { return x * sigmoid_of(x); }
 // Up to 0.625 a polynomial (the one of Cephes), beyond 1 - 2 / (e^2x + 1); e^2x is finite up to the clamp.
-HF_INLINE Lanes tanh_of(Lanes x) {
+NATIVE_INLINE Lanes tanh_of(Lanes x) {
   Lanes clamped = larger(all(-20.0f), smaller(all(20.0f), x)), s = x * x;
   Lanes far = all(1.0f) - all(2.0f) / (exp_of(clamped + clamped) + all(1.0f));
   Lanes near = fma(all(-5.70498872745e-3f), s, all(2.06390887954e-2f));
@@ -35,7 +35,7 @@ HF_INLINE Lanes tanh_of(Lanes x) {
   return where_above(absolute(x), all(0.625f), far, fma(near * s, x, x));
 }
 // Two polynomials, below and above 475/512 (after N. Juffa's single-precision erf).
-HF_INLINE Lanes erf_of(Lanes x) {
+NATIVE_INLINE Lanes erf_of(Lanes x) {
   Lanes t = absolute(x), s = x * x;
   Lanes far = fma(all(-1.72853470e-5f), t, all(3.83197126e-4f));
   far = fma(far, s, fma(all(-3.88396438e-3f), t, all(2.42546219e-2f)));
@@ -53,21 +53,21 @@ HF_INLINE Lanes erf_of(Lanes x) {
   near = fma(near, x, x);
   return where_above(t, all(0.927734375f), far, near);
 }
-HF_INLINE Lanes gelu_of(Lanes x) { return x * all(0.5f) * (all(1.0f) + erf_of(x * all(0.70710678f))); }
-HF_INLINE Lanes gelu_tanh_of(Lanes x) {
+NATIVE_INLINE Lanes gelu_of(Lanes x) { return x * all(0.5f) * (all(1.0f) + erf_of(x * all(0.70710678f))); }
+NATIVE_INLINE Lanes gelu_tanh_of(Lanes x) {
   Lanes inner = all(0.79788456f) * fma(all(0.044715f) * x * x, x, x);
   return x * all(0.5f) * (all(1.0f) + tanh_of(inner));
 }
 
 // The exponentials of the 64 logits of a block less the best of them, summed; -inf adds nothing. `best` is finite.
-HF_INLINE float block_mass(const Lanes* logits, float best) {
+NATIVE_INLINE float block_mass(const Lanes* logits, float best) {
   Lanes part[4];
   for (int i = 0; i < 4; i++) part[i] = exp2_of((logits[i] - all(best)) * all(LOG2_E));
   return sum_of((part[0] + part[1]) + (part[2] + part[3]));
 }
 
 // Sine and cosine of a float angle, computed in double precision and rounded once.
-HF_INLINE void sine_cosine(float angle, float* sine, float* cosine) {
+NATIVE_INLINE void sine_cosine(float angle, float* sine, float* cosine) {
   double x = angle, n = _mm_cvtsd_f64(_mm_round_sd(_mm_set_sd(0), _mm_set_sd(x * 0.63661977236758134), 8));
   double r = scalar_fma(n, -1.5707963267948966, x);
   r = scalar_fma(n, -6.123233995736766e-17, r);

@@ -12,7 +12,7 @@
 namespace {
 
 // `count` numbers, rounded; `from` is readable up to a multiple of 16.
-template <class Input> HF_INLINE void put_rounded(Input* to, const float* from, int count) {
+template <class Input> NATIVE_INLINE void put_rounded(Input* to, const float* from, int count) {
   int i = 0;
   for (; i + 16 <= count; i += 16) store(to + i, load(from + i));
   if (i == count) return;
@@ -41,8 +41,8 @@ template <class W> bool Decoder<W>::latent_half(int index, Thread& t) {
   if (!absorb_queries(t, l, narrowing ? 0 : attention.num_units)) return false;
   const HeadShape& s = kind.shape;
   const long filled = (long)l.latent->expand.slice_tiles * K_TILE;
-  const LayerRows<W> of_layer = {queries.data, queries.stride, s.padded(), s.padded(), weighed.data, weighed.stride,
-                                 filled, 1};
+  const LayerRows<W> of_layer = {queries.data, queries.stride, s.padded(), s.padded(),
+                                 weighed.data, weighed.stride, filled,     1};
   if (!attention.attend(t.run, Pages<W>{(W*)l.pages, s}, kind, of_layer, t.own.scratch.tiles, t.own.attention,
                         [](const AttentionTask&) {}))
     return false;
@@ -70,7 +70,8 @@ template <class W> bool Decoder<W>::project_queries(Thread& t, const NativeLaten
 
 // Calls `fn(head, first row, rows, first group, end)` so that all groups of all heads and rows come up once, in a phase
 // with `others` more tasks.
-template <class W> template <class Fn, class Other>
+template <class W>
+template <class Fn, class Other>
 bool Decoder<W>::head_tasks(Thread& t, int heads, int groups, int others, Fn&& fn, Other&& other) {
   const int chunks = (t.num_rows + HEAD_ROWS - 1) / HEAD_ROWS;
   const int parts = std::max(1, std::min(groups, 2 * threads / std::max(1, heads * chunks)));
@@ -87,11 +88,10 @@ bool Decoder<W>::head_tasks(Thread& t, int heads, int groups, int others, Fn&& f
 template <class W> bool Decoder<W>::absorb_queries(Thread& t, const NativeLayer& l, int num_units) {
   const NativeLatent& latent = *l.latent;
   const int groups = latent.absorb.groups / l.num_heads;
-  return head_tasks(t, l.num_heads, groups, num_units,
-                    [&](int head, int first, int count, int from, int end) {
-                      absorb_head(t, l, head, first, count, from, end);
-                    },
-                    [&](int unit) { keep_latents(l, t.own, attention.units[unit]); });
+  return head_tasks(
+      t, l.num_heads, groups, num_units,
+      [&](int head, int first, int count, int from, int end) { absorb_head(t, l, head, first, count, from, end); },
+      [&](int unit) { keep_latents(l, t.own, attention.units[unit]); });
 }
 
 // Rows [first, first + count) of a head, groups [begin, end) of its latent dimensions.
@@ -149,18 +149,21 @@ template <class W> bool Decoder<W>::expand_values(Thread& t, const NativeLayer& 
   const Packed<W> w = packed<W>(latent.expand);
   const int groups = latent.expand.groups / l.num_heads;
   const long slice_length = (long)l.output.slice_tiles * K_TILE;
-  return head_tasks(t, l.num_heads, groups, 0, [&](int head, int first, int count, int begin, int end) {
-    const Input* rows = weighed.row(first) + head * w.row_length();
-    const InputRows<W> input = input_rows<W>(t.own.scratch, w, rows, weighed.stride, count);
-    const long place = head / l.heads_per_slice * slice_length + head % l.heads_per_slice * latent.value_dim;
-    for (int g = begin; g < end; g++) {
-      float* sums = t.own.scratch.sums;
-      product(t.own.scratch, w, head * groups + g, input, sums, g + 1 < end ? head * groups + g + 1 : -1);
-      for (int r = 0; r < count; r++)
-        put_rounded(attention_out.row(first + r) + place + g * GROUP, sums + r * GROUP,
-                    std::min((int)GROUP, latent.value_dim - g * GROUP));
-    }
-  }, [](int) {});
+  return head_tasks(
+      t, l.num_heads, groups, 0,
+      [&](int head, int first, int count, int begin, int end) {
+        const Input* rows = weighed.row(first) + head * w.row_length();
+        const InputRows<W> input = input_rows<W>(t.own.scratch, w, rows, weighed.stride, count);
+        const long place = head / l.heads_per_slice * slice_length + head % l.heads_per_slice * latent.value_dim;
+        for (int g = begin; g < end; g++) {
+          float* sums = t.own.scratch.sums;
+          product(t.own.scratch, w, head * groups + g, input, sums, g + 1 < end ? head * groups + g + 1 : -1);
+          for (int r = 0; r < count; r++)
+            put_rounded(attention_out.row(first + r) + place + g * GROUP, sums + r * GROUP,
+                        std::min((int)GROUP, latent.value_dim - g * GROUP));
+        }
+      },
+      [](int) {});
 }
 
 // The positions of a step's rows, and of those that are wanted.

@@ -29,7 +29,8 @@ template <class W> bool Decoder<W>::make_inputs(Thread& t) {
         const int count = std::min(16, inputs.dim - j);
         alignas(64) W some[16] = {};
         memcpy((void*)some, looked_up + j, count * sizeof(W));
-        store(p + j, keep_range(fma(load(some), all(inputs.table_scale), load(p + j)) * all(inputs.scale), 0, count, zero()));
+        store(p + j,
+              keep_range(fma(load(some), all(inputs.table_scale), load(p + j)) * all(inputs.scale), 0, count, zero()));
       }
     }
   });

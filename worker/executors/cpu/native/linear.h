@@ -46,7 +46,7 @@ template <class W> struct Packed {
 };
 
 // Of 16 outputs, the tile of inputs 32 `k` onwards as it was packed; `read` is room for one that is compact.
-template <class W> HF_INLINE const W* tile_of(const Packed<W>& w, int column, int k, W* read) {
+template <class W> NATIVE_INLINE const W* tile_of(const Packed<W>& w, int column, int k, W* read) {
   if constexpr (std::is_same<W, Bf16>::value)
     if (w.panel_bytes) return read_tiles<0>(w.panel(column / 2), k * 2 + column % 2, 1, read), read;
   return w.tiles + ((long)(column / 2) * w.k_tiles() + k) * 2 * TILE + column % 2 * TILE;
@@ -59,7 +59,7 @@ struct Scratch {
   alignas(64) float partial[MAX_LEVELS][MAX_ROWS * GROUP];
   alignas(64) float widened[PIECE_TILES * 2 * TILE];
   alignas(64) Bf16 read[WHOLE_PIECE_TILES * 2 * TILE];  // of compact weights
-  void* factors = nullptr;  // of rows
+  void* factors = nullptr;                              // of rows
   long factor_bytes = 0;
   long call = 0;  // whose rows are in `factors`, and which of them
   const void* rows = nullptr;
@@ -75,7 +75,7 @@ struct Scratch {
 };
 
 // N columns of the panels at `w`, from column `first` of 16 on, at k tile `k`.
-template <int N, class W> HF_INLINE Columns<W, N> columns_of(const W* w, int k_tiles, int first, int k) {
+template <int N, class W> NATIVE_INLINE Columns<W, N> columns_of(const W* w, int k_tiles, int first, int k) {
   Columns<W, N> columns;
   for (int i = 0; i < N; i++)
     columns.first[i] = w + ((long)((first + i) / 2) * k_tiles + k) * 2 * TILE + (first + i) % 2 * TILE;
@@ -85,8 +85,8 @@ template <int N, class W> HF_INLINE Columns<W, N> columns_of(const W* w, int k_t
 
 // sums [count][32] (+)= rows times some k tiles of a panel. `FAR`: as in `add_many`, like `next` and `bytes`.
 template <bool FAR, class F, class W>
-HF_INLINE void add_panel(const F* rows, long stride, int count, const W* panel, int tiles, float* sums, bool begun,
-                         float* widened, const void* next, long bytes) {
+NATIVE_INLINE void add_panel(const F* rows, long stride, int count, const W* panel, int tiles, float* sums, bool begun,
+                             float* widened, const void* next, long bytes) {
   const int N = columns_in<FMA_COLUMNS>();
   if (!FactorOf<W>::AS_THEY_LIE)
     for (int i = 0; i < tiles * 2; i++) {
@@ -97,8 +97,8 @@ HF_INLINE void add_panel(const F* rows, long stride, int count, const W* panel, 
   for (int col = 0; col < 2; col += N) {
     const void* then = col + N >= 2 ? next : nullptr;
     if constexpr (FactorOf<W>::AS_THEY_LIE)
-      add_many<FMA_COLUMNS, FAR>(rows, stride, count, columns_of<N>(panel, tiles, col, 0), tiles, sums + col * 16, GROUP,
-                                 begun, then, bytes);
+      add_many<FMA_COLUMNS, FAR>(rows, stride, count, columns_of<N>(panel, tiles, col, 0), tiles, sums + col * 16,
+                                 GROUP, begun, then, bytes);
     else
       add_many<FMA_COLUMNS, false>(rows, stride, count, columns_of<N>((const float*)widened, tiles, col, 0), tiles,
                                    sums + col * 16, GROUP, begun, then, bytes);
@@ -132,13 +132,13 @@ void fma_rows(const F* rows, long stride, int count, const W* w, int k_tiles, in
   int r = 0;
   for (; r + 2 <= count; r += 2)
     for (int c = 0; c < GROUP; c += 2 * WIDTH)
-      add_both<2, 2, PREFETCH_BYTES>(rows + r * stride, stride, columns_of<columns_in<2>()>(w, k_tiles, c / 16, first), end - first,
-                    sums + r * GROUP + c, GROUP, false, {});
+      add_both<2, 2, PREFETCH_BYTES>(rows + r * stride, stride, columns_of<columns_in<2>()>(w, k_tiles, c / 16, first),
+                                     end - first, sums + r * GROUP + c, GROUP, false, {});
   for (; r < count; r++)
     for (int c = 0; c < GROUP; c += FEW_COLUMNS * WIDTH)
       add_both<1, FEW_COLUMNS, PREFETCH_BYTES>(rows + r * stride, stride,
-                              columns_of<columns_in<FEW_COLUMNS>()>(w, k_tiles, c / 16, first), end - first,
-                              sums + r * GROUP + c, GROUP, false, {});
+                                               columns_of<columns_in<FEW_COLUMNS>()>(w, k_tiles, c / 16, first),
+                                               end - first, sums + r * GROUP + c, GROUP, false, {});
 }
 
 // Rows [count][row length] of one linear's inputs, as the products want them.
@@ -154,8 +154,8 @@ template <class W> struct InputRows {
 };
 
 // One row streams faster by FMA, from two on tiles do: the bits are the same.
-template <class W> HF_INLINE bool uses_tiles(int count) {
-#ifdef HF_TILES
+template <class W> NATIVE_INLINE bool uses_tiles(int count) {
+#ifdef NATIVE_TILES
   return std::is_same<W, Bf16>::value && count > 1;
 #else
   return (void)count, false;
@@ -174,8 +174,8 @@ template <class W> void unit_rows_of(Scratch& scratch, const Packed<W>& w, Input
 // `call`: numbers a product of many tasks, whose rows stay as they are: a thread makes factors of them once. 0: there is
 // one task.
 template <class W>
-InputRows<W> input_rows(Scratch& scratch, const Packed<W>& w, const typename InputOf<W>::Type* rows, long stride, int count,
-                        long call = 0) {
+InputRows<W> input_rows(Scratch& scratch, const Packed<W>& w, const typename InputOf<W>::Type* rows, long stride,
+                        int count, long call = 0) {
   typedef typename InputRows<W>::Factor Factor;
   const long length = w.row_length();
   InputRows<W> input = {rows, stride, count, nullptr, factors_in<Factor>(length), nullptr};
@@ -194,7 +194,7 @@ InputRows<W> input_rows(Scratch& scratch, const Packed<W>& w, const typename Inp
 }
 
 // A slice of one panel of a group, `half` 0 or 1, and what this thread likely multiplies then.
-HF_INLINE CompactRun compact_run(const Packed<Bf16>& w, int group, int half, int first, int end, int next_group) {
+NATIVE_INLINE CompactRun compact_run(const Packed<Bf16>& w, int group, int half, int first, int end, int next_group) {
   const CompactPanel panel = w.panel(group * 2 + half);
   if (half == 0) return {panel, first, end, w.panel(group * 2 + 1), first};
   if (end < w.k_tiles()) return {panel, first, end, w.panel(group * 2), end};
@@ -203,23 +203,22 @@ HF_INLINE CompactRun compact_run(const Packed<Bf16>& w, int group, int half, int
 }
 
 // Of more than a few rows by other factors than pairs: some tiles of a panel at a time are read into the first cache.
-template <class F>
-void compact_pieces(Scratch& scratch, const InputRows<Bf16>& in, const CompactRun& run, float* out) {
+template <class F> void compact_pieces(Scratch& scratch, const InputRows<Bf16>& in, const CompactRun& run, float* out) {
   const int fitting = in.factors ? PIECE_TILES : WHOLE_PIECE_TILES;
   const int pieces = (run.end - run.first + fitting - 1) / fitting, piece = (run.end - run.first + pieces - 1) / pieces;
   for (int from = run.first; from < run.end; from += piece) {
     const int tiles = std::min(run.end - from, piece);
     if (in.factors && from > run.first) read_tiles<0>(run.panel, from * 2, tiles * 2, scratch.read);
     else read_tiles<FAR_BYTES>(run.panel, from * 2, tiles * 2, scratch.read);
-#ifdef HF_TILES
+#ifdef NATIVE_TILES
     if (!in.factors) {
       pass_rows(scratch.tiles, in.rows + (long)from * K_TILE, in.stride, in.count, scratch.read, 0, tiles, out,
                 from > run.first, nullptr);
       continue;
     }
 #endif
-    add_panel<false>(in.factors + factors_in<F>((long)from * K_TILE), in.factor_stride, in.count, scratch.read, tiles, out,
-                     from > run.first, scratch.widened, run.later(from, piece), tiles * (long)BOTH_TILES);
+    add_panel<false>(in.factors + factors_in<F>((long)from * K_TILE), in.factor_stride, in.count, scratch.read, tiles,
+                     out, from > run.first, scratch.widened, run.later(from, piece), tiles * (long)BOTH_TILES);
   }
 }
 
@@ -241,14 +240,15 @@ void compact_product(Scratch& scratch, const Packed<Bf16>& w, int group, const I
   }
 }
 
-HF_INLINE void add_to(float* sums, const float* others, int count) {
+NATIVE_INLINE void add_to(float* sums, const float* others, int count) {
   for (int i = 0; i < count; i += 16) store(sums + i, load(sums + i) + load(others + i));
 }
 
 template <class W>
 void slice_of_units(const Packed<W>& w, int group, const RowUnit* rows, int count, int first, float* sums) {
   for (int half = 0; half < 2; half++)
-    unit_products(rows, w.k_tiles(), count, w.unit_panel(2 * group + half, first, w.slice_tiles), sums + half * PANEL, GROUP);
+    unit_products(rows, w.k_tiles(), count, w.unit_panel(2 * group + half, first, w.slice_tiles), sums + half * PANEL,
+                  GROUP);
 }
 
 template <class W>
@@ -262,7 +262,7 @@ void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputR
   const W* after = slice + 1 < w.slices ? w.group(group) + (long)end * 2 * TILE
                    : next_group >= 0    ? w.group(next_group)
                                         : nullptr;
-#ifdef HF_TILES
+#ifdef NATIVE_TILES
   if constexpr (sizeof(W) == 2 && sizeof(*in.rows) == 2)
     if (!in.factors)
       return tile_rows(scratch.tiles, in.rows, in.stride, in.count, w.group(group), w.k_tiles(), first, end, sums,
@@ -285,7 +285,8 @@ void product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>
     adds(slice, level[top++]);
     for (int done = slice + 1; done % 2 == 0; done /= 2) top--, add_to(level[top - 1], level[top], in.count * GROUP);
   }
-  for (; top > 1; top--) add_to(level[top - 2], level[top - 1], in.count * GROUP);  // of slices that are no power of two
+  for (; top > 1; top--)
+    add_to(level[top - 2], level[top - 1], in.count * GROUP);  // of slices that are no power of two
 }
 template <class W>
 void product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, float* sums,

@@ -19,7 +19,7 @@ enum { BLOCK = 64 };
 struct Row {
   const float* logits = nullptr;
   int vocab = 0, blocks = 0;
-  std::vector<float> best;  // [blocks], and -inf up to a multiple of 16
+  std::vector<float> best;            // [blocks], and -inf up to a multiple of 16
   const float* known_mass = nullptr;  // [blocks], or null where the head did not tell
   alignas(64) float tail[BLOCK];
   float largest = 0;
@@ -37,7 +37,8 @@ struct Row {
     else known_mass = mass;
   }
   // Logits like another row's, but for some that have changed. `bests` are of the blocks without a change.
-  void read_again(const float* from, const Row& other, const std::vector<float>& bests, const std::vector<int>& changed) {
+  void read_again(const float* from, const Row& other, const std::vector<float>& bests,
+                  const std::vector<int>& changed) {
     logits = from, vocab = other.vocab, blocks = other.blocks, best = bests;
     fill_tail();
     is_seen.assign(blocks, 0);
@@ -112,12 +113,12 @@ struct Row {
 };
 
 // A bit for each logit of a block, the first one the lowest.
-HF_INLINE uint64_t at_least_in_block(const float* p, float bound) {
+NATIVE_INLINE uint64_t at_least_in_block(const float* p, float bound) {
   uint64_t mask = 0;
   for (int j = 0; j < BLOCK; j += 16) mask |= (uint64_t)mask_at_least(load(p + j), all(bound)) << j;
   return mask;
 }
-HF_INLINE uint64_t above_in_block(const float* p, float bound) {
+NATIVE_INLINE uint64_t above_in_block(const float* p, float bound) {
   uint64_t mask = 0;
   for (int j = 0; j < BLOCK; j += 16) mask |= (uint64_t)mask_above(load(p + j), all(bound)) << j;
   return mask;

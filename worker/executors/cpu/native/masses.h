@@ -21,8 +21,8 @@ struct Mass {
 };
 
 // The exponentials of 16 scaled logits less the largest one.
-HF_INLINE Lanes exponentials(Lanes scaled, float top) { return exp2_of((scaled - all(top)) * all(LOG2_E)); }
-HF_INLINE Lanes sum_of_four(const Lanes* v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+NATIVE_INLINE Lanes exponentials(Lanes scaled, float top) { return exp2_of((scaled - all(top)) * all(LOG2_E)); }
+NATIVE_INLINE Lanes sum_of_four(const Lanes* v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 
 // The exponentials of scaled logits less the largest one: of all that are at least `least`, and of those above `bar`.
 Mass mass_of(const Row& row, float scale, float least, float bar) {
@@ -121,8 +121,7 @@ class Guess {
   }
   float mass_above_bar(float bar) const {
     Lanes sum = zero();
-    for (size_t i = 0; i < scaled.size(); i += 16)
-      sum = sum + kept_above(load(&scaled[i]), all(bar), load(&masses[i]));
+    for (size_t i = 0; i < scaled.size(); i += 16) sum = sum + kept_above(load(&scaled[i]), all(bar), load(&masses[i]));
     return sum_of(sum);
   }
 };

@@ -42,8 +42,7 @@ template <class W> void Decoder<W>::activate(const NativeMlp& mlp, int g, const 
     for (int j = 0; j < 4; j++) v[j] = v[j] + load(bias + 16 * j);
   if (mlp.has_gate)
     for (int j = 0; j < 2; j++)
-      store(out + g * 32 + 16 * j,
-            gated(mlp.activation, v[j] * all(mlp.gate_scale), v[j + 2]) * all(mlp.inner_scale));
+      store(out + g * 32 + 16 * j, gated(mlp.activation, v[j] * all(mlp.gate_scale), v[j + 2]) * all(mlp.inner_scale));
   else
     for (int j = 0; j < 4; j++)
       if (g * GROUP + 16 * j < inner_length(mlp)) store(out + g * GROUP + 16 * j, activated(mlp.activation, v[j]));
@@ -107,8 +106,7 @@ template <class W> bool Decoder<W>::shared_part(Thread& t, const NativeExperts& 
   return up_part(t, *e.shared, rows, shared_rows);
 }
 
-template <class W>
-void Decoder<W>::add_shared(const NativeExperts& e, int g, float* sums, Local& own, int num_rows) {
+template <class W> void Decoder<W>::add_shared(const NativeExperts& e, int g, float* sums, Local& own, int num_rows) {
   Packed<W> w = packed<W>(e.shared->down);
   for (int first = 0; first < num_rows; first += MAX_ROWS) {
     int count = std::min((int)MAX_ROWS, num_rows - first);

@@ -1,5 +1,5 @@
 // Packing of weights into tiles, once at load: see `linear.h` for the layout. Compiled for any x86-64, and once more for the
-// classes whose tiles of bf16 lie in another order (`HF_PAIRS`).
+// classes whose tiles of bf16 lie in another order (`NATIVE_PAIRS`).
 #include <stdint.h>
 #include <string.h>
 #include <sys/syscall.h>
@@ -22,7 +22,7 @@ struct Source {
 
 int place(int dtype, int k, int n) {
   if (dtype == holdfast::FLOAT32) return in_lines(k, n);
-#ifdef HF_PAIRS
+#ifdef NATIVE_PAIRS
   if (dtype == holdfast::BFLOAT16) return in_fours(k, n);
 #endif
   return in_pairs(k, n);
@@ -75,7 +75,7 @@ void pack_all(const void* argument, holdfast::Run& run) {
 }  // namespace
 
 extern "C" int native_pack(holdfast::Pool* pool, const char* const* rows, long outputs, int slices, int slice_length,
-                       int slice_tiles, int dtype, char* out) {
+                           int slice_tiles, int dtype, char* out) {
   int bytes = dtype == holdfast::FLOAT32 ? 4 : 2;
   Job job = {{rows, (long)slices * slice_length, slices, slice_length, slice_tiles, bytes, dtype}, outputs / 32, out};
   return holdfast::run(pool, pack_all, &job);
@@ -93,14 +93,16 @@ extern "C" int native_allow_tiles() {
   return (int)syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
 }
 
-extern "C" const char* native_digest() { return HF_DIGEST; }
+extern "C" const char* native_digest() { return NATIVE_DIGEST; }
 
 // Sizes of the structures, in the order of `structures.py`.
 extern "C" void native_sizes(int* out) {
-  const int sizes[] = {sizeof(NativeUnits), sizeof(NativePanel), sizeof(NativeLinear), sizeof(NativeNorm), sizeof(NativeMlp),     sizeof(NativeExperts),
-                       sizeof(NativeRotary), sizeof(NativeShortConv), sizeof(NativeRecurrence), sizeof(NativeLatent),
-                       sizeof(NativeLayerInput), sizeof(NativeTokenInputs), sizeof(NativeLayer), sizeof(NativeExchange),
-                       sizeof(NativeModel), sizeof(NativeStep),   sizeof(NativeEdits), sizeof(NativeDraw),     sizeof(NativeDrawn),
-                       sizeof(NativeAttention), sizeof(NativeAttentionRows), sizeof(NativeSpan), sizeof(NativeAdapted), sizeof(NativeAdapter)};
+  const int sizes[] = {
+      sizeof(NativeUnits),         sizeof(NativePanel),    sizeof(NativeLinear),     sizeof(NativeNorm),
+      sizeof(NativeMlp),           sizeof(NativeExperts),  sizeof(NativeRotary),     sizeof(NativeShortConv),
+      sizeof(NativeRecurrence),    sizeof(NativeLatent),   sizeof(NativeLayerInput), sizeof(NativeTokenInputs),
+      sizeof(NativeLayer),         sizeof(NativeExchange), sizeof(NativeModel),      sizeof(NativeStep),
+      sizeof(NativeEdits),         sizeof(NativeDraw),     sizeof(NativeDrawn),      sizeof(NativeAttention),
+      sizeof(NativeAttentionRows), sizeof(NativeSpan),     sizeof(NativeAdapted),    sizeof(NativeAdapter)};
   memcpy(out, sizes, sizeof sizes);
 }

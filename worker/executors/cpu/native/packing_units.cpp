@@ -20,12 +20,14 @@ struct UnitSource {
   const char* const* offsets;   // [outputs]: likewise their minima, zero points, or second scales, if there are any
   const char* const* factors;   // [outputs]: likewise the factors of eight units each, if there are any
   NativeUnits form;
-  int units;  // of a row
+  int units;                                   // of a row
   int scale_bytes, offset_bytes, num_factors;  // of one output's unit; of eight of them
   int lines() const { return form.bits; }      // of a unit of 16 outputs
   long unit_bytes() const { return OUTPUTS * (UNIT * form.bits / 8 + scale_bytes + offset_bytes); }
   int together() const { return (form.before + units + UNITS_TOGETHER - 1) / UNITS_TOGETHER; }
-  long panel_bytes() const { return unit_bytes() * units + (num_factors ? (long)together() * num_factors * OUTPUTS * 2 : 0); }
+  long panel_bytes() const {
+    return unit_bytes() * units + (num_factors ? (long)together() * num_factors * OUTPUTS * 2 : 0);
+  }
 };
 
 uint32_t word_of(const uint8_t* codes) {
@@ -72,8 +74,7 @@ void pack_unit(const UnitSource& s, long n, int place, int u, char* out) {
   }
   char *scales = out + 2 * lines * LINE, *offsets = scales + OUTPUTS * s.scale_bytes;
   memcpy(scales + place * s.scale_bytes, s.scales[n] + (long)u * s.scale_bytes, s.scale_bytes);
-  if (s.offset_bytes)
-    memcpy(offsets + place * s.offset_bytes, s.offsets[n] + (long)u * s.offset_bytes, s.offset_bytes);
+  if (s.offset_bytes) memcpy(offsets + place * s.offset_bytes, s.offsets[n] + (long)u * s.offset_bytes, s.offset_bytes);
 }
 
 // The factors of output `n`, as output `place` of its panel: float16, of eight units one after the other.
@@ -106,12 +107,14 @@ void pack_all_units(const void* argument, holdfast::Run& run) {
 }  // namespace
 
 extern "C" int native_pack_units(holdfast::Pool* pool, const uint8_t* const* codes, const uint8_t* stored,
-                                 const char* const* scales, const char* const* offsets, const char* const* factors, long outputs, int units,
-                                 const NativeUnits* form, char* out) {
-  const bool are_bytes = form->offset == HF_BYTE_MINIMA || form->offset == HF_BYTE_HALVES;
-  const int scale_bytes = are_bytes ? 1 : form->scales == HF_FLOAT_SCALES ? 4 : 2;
-  const int offset_bytes = form->offset == HF_MINIMA ? scale_bytes : form->offset == HF_MIDDLE ? 0 : 1;
-  const int num_factors = form->offset == HF_BYTE_MINIMA ? 2 : form->offset == HF_BYTE_HALVES ? 1 : 0;
-  UnitJob job = {{codes, stored, scales, offsets, factors, *form, units, scale_bytes, offset_bytes, num_factors}, outputs / OUTPUTS, out};
+                                 const char* const* scales, const char* const* offsets, const char* const* factors,
+                                 long outputs, int units, const NativeUnits* form, char* out) {
+  const bool are_bytes = form->offset == NATIVE_BYTE_MINIMA || form->offset == NATIVE_BYTE_HALVES;
+  const int scale_bytes = are_bytes ? 1 : form->scales == NATIVE_FLOAT_SCALES ? 4 : 2;
+  const int offset_bytes = form->offset == NATIVE_MINIMA ? scale_bytes : form->offset == NATIVE_MIDDLE ? 0 : 1;
+  const int num_factors = form->offset == NATIVE_BYTE_MINIMA ? 2 : form->offset == NATIVE_BYTE_HALVES ? 1 : 0;
+  UnitJob job = {{codes, stored, scales, offsets, factors, *form, units, scale_bytes, offset_bytes, num_factors},
+                 outputs / OUTPUTS,
+                 out};
   return holdfast::run(pool, pack_all_units, &job);
 }

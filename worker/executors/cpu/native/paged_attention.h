@@ -36,8 +36,7 @@ template <class W> class PagedAttention : public holdfast::AnyAttention {
   int run(int layer, const NativeAttentionRows& rows) override {
     const AttentionKind& kind = attention.kinds[kind_of[layer]];
     const Job job = {this, layer, attention.num_units * kind.shape.num_kv_heads, attention.may_inline(kind), rows};
-    return holdfast::run(
-        pool, [](const void* argument, holdfast::Run& run) { go(*(const Job*)argument, run); }, &job);
+    return holdfast::run(pool, [](const void* argument, holdfast::Run& run) { go(*(const Job*)argument, run); }, &job);
   }
 
  private:
@@ -79,16 +78,22 @@ template <class W> class PagedAttention : public holdfast::AnyAttention {
         }))
       return;
     const NativeAttentionRows& r = job.rows;
-    const LayerRows<W> rows = {(const Input*)r.queries, r.query_token_stride, r.query_head_stride, l.key_dim,
-                               (Input*)r.out,           (long)l.num_heads * l.value_dim, 0, l.num_heads, r.sinks};
+    const LayerRows<W> rows = {(const Input*)r.queries,
+                               r.query_token_stride,
+                               r.query_head_stride,
+                               l.key_dim,
+                               (Input*)r.out,
+                               (long)l.num_heads * l.value_dim,
+                               0,
+                               l.num_heads,
+                               r.sinks};
     attention.attend(run, pages, kind, rows, own.tiles, own.attention, [&](const AttentionTask& task) {
       if (job.inlined) keep(pages, job.rows, {task.sequence, 0, 1}, task.kv_head);
     });
   }
 
   // Writes the keys and values of some tokens and one KV head to their pages.
-  template <class K>
-  void keep(const Pages<K>& pages, const NativeAttentionRows& rows, Unit unit, int kv_head) {
+  template <class K> void keep(const Pages<K>& pages, const NativeAttentionRows& rows, Unit unit, int kv_head) {
     const HeadShape& s = pages.shape;
     const SequenceView& seq = attention.sequences[unit.sequence];
     clear_begun(pages, seq, kv_head, seq.first_position + unit.first, seq.first_position + unit.end);
@@ -101,8 +106,8 @@ template <class W> class PagedAttention : public holdfast::AnyAttention {
     for (int t = unit.first; t < unit.end; t++) {
       const long token = seq.first_row + t;
       const int position = seq.first_position + t;
-      fill_up((const W*)rows.keys + token * rows.key_token_stride + kv_head * rows.key_head_stride, s.key_dim, s.padded(),
-              numbers);
+      fill_up((const W*)rows.keys + token * rows.key_token_stride + kv_head * rows.key_head_stride, s.key_dim,
+              s.padded(), numbers);
       if constexpr (Pages<K>::HAS_SCALES) write_key(pages, seq, kv_head, position, widened(s.padded()));
       else put_key(pages, seq, kv_head, position, numbers);
       fill_up((const W*)rows.values + token * rows.value_token_stride + kv_head * rows.value_head_stride, s.value_dim,

@@ -17,11 +17,11 @@ enum { MAX_HEAD = 576, SUB_PAGE = 16 };  // dimensions of a key or a value; keys
 
 struct HeadShape {
   int num_heads, num_kv_heads, key_dim, value_dim;
-  int key_tiles, value_tiles;  // tiles of 32 and of 16 dimensions
-  int block_size, span;        // keys of a page, and of a tile of its values
-  int window;                  // keys that a query sees; 0: all
-  int has_own_table = 0;       // its blocks are those of layers with a window
-  long block_bytes = 0;        // from a block to the next; 0: blocks follow one another
+  int key_tiles, value_tiles;    // tiles of 32 and of 16 dimensions
+  int block_size, span;          // keys of a page, and of a tile of its values
+  int window;                    // keys that a query sees; 0: all
+  int has_own_table = 0;         // its blocks are those of layers with a window
+  long block_bytes = 0;          // from a block to the next; 0: blocks follow one another
   float scale = 0, softcap = 0;  // see `scale_scores`
   float cap_scale = 0;
   bool values_in_keys = false;  // the first `value_dim` dimensions
@@ -38,8 +38,8 @@ struct HeadShape {
   }
 };
 
-HF_INLINE HeadShape shape_of_heads(int num_heads, int num_kv_heads, int key_dim, int value_dim, int block_size,
-                                   int window) {
+NATIVE_INLINE HeadShape shape_of_heads(int num_heads, int num_kv_heads, int key_dim, int value_dim, int block_size,
+                                       int window) {
   HeadShape s;
   s.num_heads = num_heads, s.num_kv_heads = num_kv_heads, s.key_dim = key_dim, s.value_dim = value_dim;
   s.key_tiles = (key_dim + 31) / 32, s.value_tiles = (value_dim + 15) / 16;
@@ -47,7 +47,7 @@ HF_INLINE HeadShape shape_of_heads(int num_heads, int num_kv_heads, int key_dim,
   return s;
 }
 // Scores are scaled in units of log2. `softcap` 0: none; otherwise they are capped to it by tanh, at `cap_scale`.
-HF_INLINE void scale_scores(HeadShape& s, float scaling, float softcap) {
+NATIVE_INLINE void scale_scores(HeadShape& s, float scaling, float softcap) {
   s.scale = scaling * LOG2_E;
   s.softcap = softcap > 0 ? softcap * LOG2_E : 0, s.cap_scale = softcap > 0 ? scaling / softcap : 0;
 }
@@ -83,19 +83,21 @@ template <class K> struct Pages {
 };
 
 // The tile of 16 keys (a sub-page) at position `key`, dimensions 32 * d onwards.
-template <class K> HF_INLINE const K* key_tile(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key) {
+template <class K>
+NATIVE_INLINE const K* key_tile(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key) {
   int in_block = key % pages.shape.block_size;
   return pages.at(seq, key, kv_head) + (long)in_block / SUB_PAGE * pages.shape.key_tiles * TILE;
 }
-template <class K> HF_INLINE const K* value_span(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key) {
+template <class K>
+NATIVE_INLINE const K* value_span(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key) {
   const HeadShape& s = pages.shape;
   int in_block = key % s.block_size;
   return pages.at(seq, key, kv_head) + s.key_elements() + (long)in_block / s.span * s.span * s.value_dims();
 }
 // As `value_tile`, of values that are dimensions of keys.
 template <class K>
-HF_INLINE const K* turned_tile(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
-                               int dims, K* turned) {
+NATIVE_INLINE const K* turned_tile(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
+                                   int dims, K* turned) {
   const long from = (long)dims / 2 * TILE + dims % 2 * (TILE / 2);
   turn_half(key_tile(pages, seq, kv_head, key) + from, turned);
   if (num_keys > 16) turn_half(key_tile(pages, seq, kv_head, key + 16) + from, turned + TILE / 2);
@@ -104,8 +106,8 @@ HF_INLINE const K* turned_tile(const Pages<K>& pages, const SequenceView& seq, i
 }
 // The values of 32 keys from `key` on, 16 dimensions: a tile. Two spans of 16 are put together; `num_keys` of them exist.
 template <class K>
-HF_INLINE const K* value_tile(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
-                              int dims, K* joined) {
+NATIVE_INLINE const K* value_tile(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
+                                  int dims, K* joined) {
   if (pages.shape.values_in_keys) return turned_tile(pages, seq, kv_head, key, num_keys, dims, joined);
   const K* first = value_span(pages, seq, kv_head, key) + (long)dims * pages.shape.span * 16;
   if (pages.shape.span == 32) return first;
@@ -119,8 +121,8 @@ HF_INLINE const K* value_tile(const Pages<K>& pages, const SequenceView& seq, in
 // Of the values of 32 keys from `key` on, of which `num_keys` exist, as many bytes as a tile: together, all of them, in the
 // order in which they lie. Null: there are no such keys.
 template <class K>
-HF_INLINE const void* value_bytes(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
-                                  int tile) {
+NATIVE_INLINE const void* value_bytes(const Pages<K>& pages, const SequenceView& seq, int kv_head, int key,
+                                      int num_keys, int tile) {
   const HeadShape& s = pages.shape;
   if (s.values_in_keys) return nullptr;
   const long at = (long)tile * TILE, of_span = (long)s.span * s.value_dims();
@@ -145,9 +147,9 @@ template <class K> void clear_begun(const Pages<K>& pages, const SequenceView& s
   }
 }
 // One input of 16 outputs of a tile: two apart, or side by side in float32 and as codes.
-template <class K> HF_INLINE void store_outputs(K* at, const K* numbers) { store_apart(at, numbers); }
-HF_INLINE void store_outputs(float* at, const float* numbers) { store(at, load(numbers)); }
-HF_INLINE void store_outputs(Code* at, const Code* numbers) { memcpy((void*)at, numbers, 16); }
+template <class K> NATIVE_INLINE void store_outputs(K* at, const K* numbers) { store_apart(at, numbers); }
+NATIVE_INLINE void store_outputs(float* at, const float* numbers) { store(at, load(numbers)); }
+NATIVE_INLINE void store_outputs(Code* at, const Code* numbers) { memcpy((void*)at, numbers, 16); }
 // A key [padded], zeros behind its dimensions.
 template <class K>
 void put_key(const Pages<K>& pages, const SequenceView& seq, int kv_head, int position, const K* numbers) {
@@ -170,7 +172,8 @@ void put_value(const Pages<K>& pages, const SequenceView& seq, int kv_head, int 
 template <class K>
 void write_key(const Pages<K>& pages, const SequenceView& seq, int kv_head, int position, const float* k) {
   K rounded[MAX_HEAD];
-  if constexpr (Pages<K>::HAS_SCALES) *pages.key_scales(seq, position, kv_head) = to_codes(k, pages.shape.padded(), rounded);
+  if constexpr (Pages<K>::HAS_SCALES)
+    *pages.key_scales(seq, position, kv_head) = to_codes(k, pages.shape.padded(), rounded);
   else
     for (int j = 0; j < pages.shape.padded(); j += 16) store(rounded + j, load(k + j));
   put_key(pages, seq, kv_head, position, rounded);
@@ -193,8 +196,8 @@ void write_value(const Pages<K>& pages, const SequenceView& seq, int kv_head, in
 struct TileScales {
   alignas(64) float keys[64], values[64];
 };
-HF_INLINE void read_scales(const Pages<Code>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
-                           TileScales& out) {
+NATIVE_INLINE void read_scales(const Pages<Code>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
+                               TileScales& out) {
   for (int j = 0; j < 64; j += SUB_PAGE) {
     const bool is_there = j < num_keys;
     store(out.keys + j, is_there ? load(pages.key_scales(seq, key + j, kv_head)) : zero());

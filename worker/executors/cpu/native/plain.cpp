@@ -6,8 +6,8 @@ holdfast::AnyDecoder* holdfast::plain_decoder(const NativeModel& model, int dtyp
   return new TypedDecoder<float>(model, pool);
 }
 
-holdfast::AnyAttention* holdfast::plain_attention(const NativeAttention* layers, int num_layers, int block_size, int dtype,
-                                                  Pool* pool) {
+holdfast::AnyAttention* holdfast::plain_attention(const NativeAttention* layers, int num_layers, int block_size,
+                                                  int dtype, Pool* pool) {
   if (dtype == FLOAT16) return new PagedAttention<Half>(layers, num_layers, block_size, pool);
   return new PagedAttention<float>(layers, num_layers, block_size, pool);
 }
@@ -18,8 +18,8 @@ int holdfast::plain_product(Pool* pool, const NativeLinear& linear, int dtype, c
   return multiply<float>(pool, linear, rows, stride, count, out);
 }
 
-void holdfast::plain_added(const NativeAdapted& adapted, int dtype, const void* row, int slices, long length, int groups,
-                           float* out) {
+void holdfast::plain_added(const NativeAdapted& adapted, int dtype, const void* row, int slices, long length,
+                           int groups, float* out) {
   if (dtype == FLOAT16) return added_alone<Half>(adapted, row, slices, length, groups, out);
   return added_alone<float>(adapted, row, slices, length, groups, out);
 }

@@ -31,8 +31,7 @@
 namespace holdfast {
 
 struct SystemAtomics {
-  template <class T>
-  using Atomic = std::atomic<T>;
+  template <class T> using Atomic = std::atomic<T>;
   static void pause() { __builtin_ia32_pause(); }
   static void copy(void* to, const void* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
   static void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value);
@@ -47,8 +46,8 @@ struct Pool;
 
 enum Outcome : int {
   kDone = 0,
-  kForked = -1,  // this process is a child of the pool's
-  kBusy = -2,    // the pool runs a job already: another thread's, or the one that this call was made in
+  kForked = -1,   // this process is a child of the pool's
+  kBusy = -2,     // the pool runs a job already: another thread's, or the one that this call was made in
   kTooLong = -3,  // the argument has more than kMostArgument bytes
   kNoMemory = -4  // a task, or the preparation of a job, could not have the memory that it needs
 };
@@ -56,8 +55,7 @@ enum Outcome : int {
 // Runs a job on all threads; the caller is thread 0. Copies `bytes` bytes of the argument.
 int run(Pool* pool, Job job, const void* argument, std::size_t bytes);
 
-template <class Argument>
-int run(Pool* pool, Job job, const Argument* argument) {
+template <class Argument> int run(Pool* pool, Job job, const Argument* argument) {
   static_assert(std::is_trivially_copyable_v<Argument>, "late threads read a copy of the argument");
   static_assert(sizeof(Argument) <= Protocol::kMostArgument && alignof(Argument) <= 64, "it has to fit into its slot");
   return run(pool, job, argument, sizeof(Argument));
@@ -65,8 +63,7 @@ int run(Pool* pool, Job job, const Argument* argument) {
 
 // One phase of `n` tasks, fn(0) to fn(n - 1). False: this job is over, leave it. A task that gets no memory ends its job
 // with the phase, and run() answers kNoMemory: nobody goes on with what it has not computed.
-template <class Fn>
-bool tasks(Run& run, int n, Fn&& fn) {
+template <class Fn> bool tasks(Run& run, int n, Fn&& fn) {
   auto guarded = [&](int i) {
     try {
       fn(i);
@@ -76,8 +73,7 @@ bool tasks(Run& run, int n, Fn&& fn) {
 }
 
 // What `prepare` returns, or kNoMemory: no exception may pass the library's entry points.
-template <class Fn>
-int prepared(Fn&& prepare) {
+template <class Fn> int prepared(Fn&& prepare) {
   try {
     return prepare();
   } catch (const std::bad_alloc&) { return kNoMemory; }

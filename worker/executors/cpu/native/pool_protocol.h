@@ -26,10 +26,8 @@
 
 namespace holdfast {
 
-template <class Atomics>
-class PoolProtocol {
-  template <class T>
-  using Atomic = typename Atomics::template Atomic<T>;
+template <class Atomics> class PoolProtocol {
+  template <class T> using Atomic = typename Atomics::template Atomic<T>;
   using Word = std::uint64_t;
 
  public:
@@ -66,8 +64,7 @@ class PoolProtocol {
     int limit = 0;
     unsigned waits = 0;
 
-    template <class Over>
-    bool spin(Over over) {
+    template <class Over> bool spin(Over over) {
       int pauses = ++waits % 16 == 0 ? most : limit;
       for (int i = 0; i < pauses; i++) {
         if (over()) return succeeded(pauses);
@@ -96,8 +93,7 @@ class PoolProtocol {
       rung.fetch_add(1);
       Atomics::wake_all(rung);
     }
-    template <class Over>
-    void wait(Waiter& waiter, Over over) {
+    template <class Over> void wait(Waiter& waiter, Over over) {
       if (waiter.spin(over)) return;
       while (!over()) {
         sleepers.fetch_add(1);
@@ -146,8 +142,7 @@ class PoolProtocol {
       left.wait(waiter, [&] { return i == index_of(current.load()) || slots[i].readers.load() == 0; });
   }
 
-  template <class Task>
-  static bool tasks(Run& run, int n, Task&& task) {
+  template <class Task> static bool tasks(Run& run, int n, Task&& task) {
     if (n < 0 || n > kMostTasks || run.phase == kMostPhases) Atomics::fail("tasks: too many tasks or phases");
     run.phase++;
     if (run.num_threads == 1) {
@@ -168,8 +163,7 @@ class PoolProtocol {
   static int claimed_of(Word word) { return int(word) & kMostTasks; }
   static int index_of(Word job) { return int(job & 0xffff); }
 
-  template <class Task>
-  static bool share(Run& run, int n, Task&& task) {
+  template <class Task> static bool share(Run& run, int n, Task&& task) {
     for (int i = next_task(run, n, false); i != kNone; i = next_task(run, n, true)) task(i);
     Atomic<Word>& progress = run.slot->progress;
     auto over = [&] {
@@ -222,11 +216,11 @@ class PoolProtocol {
 
   const int num_threads;
   Slot* const slots;
-  Word serial = 0;                           // the caller's
-  alignas(64) Atomic<Word> current{0};       // serial 48 | slot 16; 0 before the first job
-  Bell started;                              // a job or the stop was published
-  Bell advanced;                             // a phase has ended
-  Bell left;                                 // a worker has left a job
+  Word serial = 0;                      // the caller's
+  alignas(64) Atomic<Word> current{0};  // serial 48 | slot 16; 0 before the first job
+  Bell started;                         // a job or the stop was published
+  Bell advanced;                        // a phase has ended
+  Bell left;                            // a worker has left a job
 };
 
 }  // namespace holdfast

@@ -9,9 +9,9 @@ namespace {
 
 const int LONG_ROW = 2560, MOST_GROUPS = 4;  // of a product of many rows: inputs, groups of a task
 
-template <class W> HF_INLINE Packed<W> packed(const NativeLinear& linear) {
-  return {(const W*)linear.tiles, linear.slices, linear.slice_tiles, linear.groups, linear.panel_bytes,
-          form_of(linear.units), linear.panels};
+template <class W> NATIVE_INLINE Packed<W> packed(const NativeLinear& linear) {
+  return {(const W*)linear.tiles, linear.slices,         linear.slice_tiles, linear.groups,
+          linear.panel_bytes,     form_of(linear.units), linear.panels};
 }
 
 // So many that the rows of a task stay in the second cache.

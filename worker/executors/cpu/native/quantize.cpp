@@ -151,7 +151,8 @@ __m256i e4m3(__m256 x) {
   __m256i bits = _mm256_castps_si256(magnitude);
   __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 20), one);
   __m256i normal = _mm256_add_epi32(_mm256_sub_epi32(bits, _mm256_set1_epi32(120 << 23)), _mm256_add_epi32(most, odd));
-  __m256i small = _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(magnitude, rounder)), _mm256_castps_si256(rounder));
+  __m256i small =
+      _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(magnitude, rounder)), _mm256_castps_si256(rounder));
   __m256i code = _mm256_blendv_epi8(_mm256_srli_epi32(normal, 20), small, _mm256_cmpgt_epi32(low, bits));
   return _mm256_or_si256(code, sign);
 }
@@ -187,9 +188,11 @@ struct NumberTable {
       _mm256_store_ps(numbers + i, _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(values + i), zeros), scales));
     if (dtype == F16)
       for (int i = 0; i < 256; i += 8)
-        _mm_storeu_si128((__m128i*)(halves + i), _mm256_cvtps_ph(_mm256_load_ps(numbers + i), _MM_FROUND_TO_NEAREST_INT));
+        _mm_storeu_si128((__m128i*)(halves + i),
+                         _mm256_cvtps_ph(_mm256_load_ps(numbers + i), _MM_FROUND_TO_NEAREST_INT));
     if (dtype == BF16)
-      for (int i = 0; i < 256; i++) halves[i] = numbers[i] == numbers[i] ? upper_half(rounded(numbers[i], BF16)) : 0x7fc0;
+      for (int i = 0; i < 256; i++)
+        halves[i] = numbers[i] == numbers[i] ? upper_half(rounded(numbers[i], BF16)) : 0x7fc0;
   }
   static uint16_t upper_half(float x) {
     uint32_t bits;
@@ -235,7 +238,8 @@ void native_round_codes(const void* weights, int dtype, long rows, long columns,
     for (long k = 0; k < columns; k += 8) {
       const long count = columns - k;
       uint8_t room[8];
-      write_eight(some_loaded(weights, r * stride + k, dtype, count), scale, most, floating, count < 8 ? room : out + k);
+      write_eight(some_loaded(weights, r * stride + k, dtype, count), scale, most, floating,
+                  count < 8 ? room : out + k);
       if (count < 8) memcpy(out + k, room, count);
     }
   }
@@ -261,8 +265,8 @@ void native_numbers(const uint8_t* codes, long rows, long stride, int runs, cons
 // Codes, two in a byte, and scales [rows, groups] of weights [rows, columns], `stride` numbers from row to row. `group`
 // inputs share a scale: a multiple of HALVES, MOST at most, that divides the columns. Scales are numbers of the weights'
 // dtype. Returns 1 where a weight is not finite.
-int native_search_codes(const void* weights, int dtype, long rows, long columns, long stride, int group,
-                        uint8_t* codes, float* scales) {
+int native_search_codes(const void* weights, int dtype, long rows, long columns, long stride, int group, uint8_t* codes,
+                        float* scales) {
   Groups all{};
   long groups = columns / group;
   for (long r = 0; r < rows; r++)
@@ -279,5 +283,4 @@ int native_search_codes(const void* weights, int dtype, long rows, long columns,
     }
   return 0;
 }
-
 }

@@ -23,7 +23,9 @@ template <class W> bool Decoder<W>::recur(const NativeLayer& l, Thread& t) {
 template <class W> bool Decoder<W>::project_gates(Thread& t, const NativeRecurrence& net) {
   const RecurrenceSizes sizes(net);
   const int inputs = sizes.channels + net.value_heads, outputs = inputs + net.gate_inputs;
-  auto round_into = [&](Buffer<Input>& out, int r) { put_rounded(out.row(r), projected.row(r) + inputs, net.gate_inputs); };
+  auto round_into = [&](Buffer<Input>& out, int r) {
+    put_rounded(out.row(r), projected.row(r) + inputs, net.gate_inputs);
+  };
   const bool for_itself = t.num_rows <= OWN_NORM_ROWS;  // as in `normed`
   Buffer<Input>& of_rows = for_itself ? t.own.query_rows : query_rows;
   if (for_itself)
@@ -43,9 +45,14 @@ void Decoder<W>::recurrence_unit(const NativeLayer& l, RecurrenceRoom& room, int
   const SequenceView& seq = attention.sequences[sequence];
   float* slot = l.states + step.state_slots[sequence] * l.state_length;
   float* states = slot + net.columns * sizes.row + unit * sizes.of_unit;
-  const RecurrenceTask task = {
-      net, sizes, seq, slot + unit * sizes.unit_row, states, projected.row(seq.first_row), projected.stride,
-      unit * sizes.heads};
+  const RecurrenceTask task = {net,
+                               sizes,
+                               seq,
+                               slot + unit * sizes.unit_row,
+                               states,
+                               projected.row(seq.first_row),
+                               projected.stride,
+                               unit * sizes.heads};
   room.make(net, sizes);
   if (!seq.first_position) memset(states, 0, sizes.of_unit * sizeof(float));
   const int certain = task.end() - (int)step.num_drafts[sequence];
@@ -73,8 +80,16 @@ void Decoder<W>::recurrence_run(const NativeLayer& l, RecurrenceRoom& room, cons
     unit_row(room.k.data + t * keys, keys, 1.0f);
   }
   for (int h = task.first; h < task.first + task.sizes.heads; h++) {
-    const HeadTokens tokens = {room.q.data, room.k.data,   room.faded.data, room.v.data, by_key ? room.decays.data : room.decay,
-                               room.rate,   room.out.data, filled,          keys,        count,
+    const HeadTokens tokens = {room.q.data,
+                               room.k.data,
+                               room.faded.data,
+                               room.v.data,
+                               by_key ? room.decays.data : room.decay,
+                               room.rate,
+                               room.out.data,
+                               filled,
+                               keys,
+                               count,
                                net.skip ? net.skip + h : nullptr};
     convolved(task, task.values(h), net.value_dim, from, count, room.v.data, filled);
     if (by_key) decays_of_keys(task, h, from, count, room.k.data, room.decays.data, room.faded.data, room.rate);
@@ -100,7 +115,8 @@ void Decoder<W>::put_head(const NativeLayer& l, const RecurrenceTask& task, int 
     return;
   }
   Input* out = mixed_head(l, task.seq.first_row + position - task.seq.first_position, h);
-  gated_norm(from, z, net.gates.groups, net.norm.weight, net.norm.eps, net.value_dim, [&](int i, Lanes v) { store(out + i, v); });
+  gated_norm(from, z, net.gates.groups, net.norm.weight, net.norm.eps, net.value_dim,
+             [&](int i, Lanes v) { store(out + i, v); });
 }
 
 // Where value head h of a row goes among the inputs of the layer's output: in its slice, behind the heads of attention.

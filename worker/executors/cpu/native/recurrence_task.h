@@ -22,7 +22,7 @@ namespace {
 
 enum { RECURRENCE_RUN = 64, STATE_HEADER = 16 };  // RECURRENCE_RUN: tokens that pass a tile together
 
-HF_INLINE long filled_to(long n, long step) { return (n + step - 1) / step * step; }
+NATIVE_INLINE long filled_to(long n, long step) { return (n + step - 1) / step * step; }
 
 // Sizes of what a rank keeps; as `recurrence_state_length` has them.
 struct RecurrenceSizes {
@@ -33,7 +33,9 @@ struct RecurrenceSizes {
         units(net.value_heads / net.unit_heads),
         channels(2 * net.key_heads * net.key_dim + net.value_heads * net.value_dim),
         filled((int)filled_to(net.value_dim, STATE_COLUMNS)),
-        gates(net.skip ? 1 : net.gates.groups ? 1 + net.key_dim : 2),
+        gates(net.skip           ? 1
+              : net.gates.groups ? 1 + net.key_dim
+                                 : 2),
         unit_row(2 * net.key_dim + (long)heads * (net.value_dim + gates)),
         row(filled_to(units * unit_row, 16)),
         head_states((long)net.key_dim * filled),
@@ -105,16 +107,17 @@ struct RecurrenceTask {
 };
 
 // Channels [0, n) at `at` of tokens [from, from + count), after convolution and SiLU: out [count][stride].
-HF_INLINE void convolved(const RecurrenceTask& task, InputPlace at, int n, int from, int count, float* out, long stride) {
+NATIVE_INLINE void convolved(const RecurrenceTask& task, InputPlace at, int n, int from, int count, float* out,
+                             long stride) {
   const ConvWeights conv = {task.net.kernel, task.net.conv_bias, task.sizes.channels, task.net.width};
   for (int c = 0; c < n; c += 16)
-    causal_conv(conv, at.own + c, from, from + count,
-                [&](int position) { return load(task.input(position, at) + c); },
-                [&](int position, Lanes, Lanes sum) { store(out + (position - from) * stride + c, silu_of(sum)); });
+    causal_conv(
+        conv, at.own + c, from, from + count, [&](int position) { return load(task.input(position, at) + c); },
+        [&](int position, Lanes, Lanes sum) { store(out + (position - from) * stride + c, silu_of(sum)); });
 }
 
 // Decays and rates of value head h: rates of Mamba2 are its time steps.
-HF_INLINE void decays_and_rates(const RecurrenceTask& task, int h, int from, int count, float* decay, float* rate) {
+NATIVE_INLINE void decays_and_rates(const RecurrenceTask& task, int h, int from, int count, float* decay, float* rate) {
   const NativeRecurrence& net = task.net;
   const Lanes strength = zero() - exp_of(all(net.a_log[h])), bias = all(net.dt_bias[h]);
   const bool has_rates = task.sizes.gates == 2;  // else both come from one gate
@@ -131,8 +134,8 @@ HF_INLINE void decays_and_rates(const RecurrenceTask& task, int h, int from, int
 }
 
 // Rates of value head h, a decay for each key [count][keys], and the head's keys times those.
-HF_INLINE void decays_of_keys(const RecurrenceTask& task, int h, int from, int count, const float* k, float* decays,
-                              float* faded, float* rate) {
+NATIVE_INLINE void decays_of_keys(const RecurrenceTask& task, int h, int from, int count, const float* k, float* decays,
+                                  float* faded, float* rate) {
   const NativeRecurrence& net = task.net;
   const Lanes strength = zero() - exp_of(all(net.a_log[h]));
   for (int t = 0; t < count; t++) {
@@ -156,7 +159,8 @@ inline void keep_rows(const RecurrenceTask& task) {
     auto keep = [&](InputPlace at, int n) { memcpy(task.kept(p) + at.kept, task.own(p) + at.own, n * sizeof(float)); };
     keep(task.queries(), net.key_dim), keep(task.keys(), net.key_dim);
     keep(task.values(task.first), heads * net.value_dim);
-    if (net.gates.groups) keep(task.gates(0, task.first), heads), keep(task.gates_of_keys(task.first), heads * net.key_dim);
+    if (net.gates.groups)
+      keep(task.gates(0, task.first), heads), keep(task.gates_of_keys(task.first), heads * net.key_dim);
     else
       for (int g = 0; g < task.sizes.gates; g++) keep(task.gates(g, task.first), heads);
   }

@@ -45,8 +45,7 @@ template <class W> bool Decoder<W>::end_layer(Thread& t, int index) {
 }
 
 // Norms what an MLP has left, and adds the normed sums of the mixture beside it.
-template <class W>
-void Decoder<W>::add_beside(Thread& t, const NativeBeside& beside, int row, float* sums) {
+template <class W> void Decoder<W>::add_beside(Thread& t, const NativeBeside& beside, int row, float* sums) {
   float* others = sums + part_stride;
   if (exchange) sum_over_ranks(t.sum, row, others, part_stride);
   norm_row(sums, beside.mlp_out_norm, m.hidden, sums), norm_row(others, beside.out_norm, m.hidden, others);

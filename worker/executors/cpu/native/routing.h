@@ -16,14 +16,15 @@ template <class W> void Decoder<W>::choose_experts(const NativeExperts& e, int r
   choose_best_of(values, e.num_experts, e.top_k, chosen);
   const float largest = *std::max_element(logits, logits + e.num_experts);
   float sum = 0, kept = 0;
-  if (e.scoring == HF_SOFTMAX)
+  if (e.scoring == NATIVE_SOFTMAX)
     for (int i = 0; i < e.num_experts; i++) sum += power_of_e(logits[i] - largest);
   for (int k = 0; k < e.top_k; k++)
-    kept += weight[k] = e.scoring == HF_SIGMOID ? one_sigmoid(logits[chosen[k]]) : power_of_e(logits[chosen[k]] - largest);
-  if (e.scoring == HF_SOFTMAX && e.least_sum > 0) kept = std::max(kept, e.least_sum * sum);
+    kept += weight[k] =
+        e.scoring == NATIVE_SIGMOID ? one_sigmoid(logits[chosen[k]]) : power_of_e(logits[chosen[k]] - largest);
+  if (e.scoring == NATIVE_SOFTMAX && e.least_sum > 0) kept = std::max(kept, e.least_sum * sum);
   else kept = std::max(kept, e.least_sum);
   for (int k = 0; k < e.top_k; k++) {
-    weight[k] /= e.normalized || e.scoring == HF_SOFTMAX_OF_TOP ? kept : e.scoring == HF_SOFTMAX ? sum : 1.0f;
+    weight[k] /= e.normalized || e.scoring == NATIVE_SOFTMAX_OF_TOP ? kept : e.scoring == NATIVE_SOFTMAX ? sum : 1.0f;
     if (e.scales) weight[k] *= e.scales[chosen[k]];
   }
 }
@@ -44,7 +45,7 @@ template <class W>
 const float* Decoder<W>::scores_for_choice(const NativeExperts& e, const float* logits, float* scores) {
   const int count = e.num_experts;
   float sum = 0;
-  if (e.scoring == HF_SIGMOID)
+  if (e.scoring == NATIVE_SIGMOID)
     for (int i = 0; i < count; i += 16) store(scores + i, sigmoid_of(load(logits + i)));
   else {
     const float largest = *std::max_element(logits, logits + count);

@@ -42,7 +42,7 @@ template <class T> struct Buffer {
 };
 
 // The norm of x [n]; x and the weights are readable up to a multiple of 16. Four sums, added pairwise.
-template <class Out> HF_INLINE void norm_row(const float* x, const NativeNorm& norm, int n, Out* out) {
+template <class Out> NATIVE_INLINE void norm_row(const float* x, const NativeNorm& norm, int n, Out* out) {
   Lanes mean = zero(), sum[4];
   if (norm.is_layer_norm) {
     for (auto& s : sum) s = zero();
@@ -66,7 +66,7 @@ template <class Out> HF_INLINE void norm_row(const float* x, const NativeNorm& n
   }
 }
 
-HF_INLINE Lanes activated(int activation, Lanes gate) {
+NATIVE_INLINE Lanes activated(int activation, Lanes gate) {
   switch (activation) {
     case 0: return silu_of(gate);
     case 1: return gelu_of(gate);
@@ -76,14 +76,14 @@ HF_INLINE Lanes activated(int activation, Lanes gate) {
   }
 }
 enum { CLAMPED_SWIGLU = 5 };
-HF_INLINE Lanes gated(int activation, Lanes gate, Lanes up) {
+NATIVE_INLINE Lanes gated(int activation, Lanes gate, Lanes up) {
   if (activation != CLAMPED_SWIGLU) return activated(activation, gate) * up;
   gate = smaller(all(7.0f), gate), up = larger(all(-7.0f), smaller(all(7.0f), up));
   return (up + all(1.0f)) * (gate * sigmoid_of(gate * all(1.702f)));
 }
 
 // An RMSNorm of x [n], of which [first, first + count) is wanted.
-HF_INLINE void whole_norm_row(const float* x, const NativeNorm& norm, int n, int first, int count, float* out) {
+NATIVE_INLINE void whole_norm_row(const float* x, const NativeNorm& norm, int n, int first, int count, float* out) {
   Lanes sum[4];
   for (auto& s : sum) s = zero();
   for (int i = 0, k = 0; i < n; i += 16, k++) {
@@ -94,16 +94,16 @@ HF_INLINE void whole_norm_row(const float* x, const NativeNorm& norm, int n, int
   for (int i = 0; i < count; i++) out[i] = x[first + i] * inverse * norm.weight[first + i];
 }
 
-HF_INLINE float element(Bf16 v) {
+NATIVE_INLINE float element(Bf16 v) {
   uint32_t bits = (uint32_t)v.bits << 16;
   float f;
   memcpy(&f, &bits, 4);
   return f;
 }
-HF_INLINE float element(Half v) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_set1_epi16((short)v.bits))); }
-HF_INLINE float element(float v) { return v; }
+NATIVE_INLINE float element(Half v) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_set1_epi16((short)v.bits))); }
+NATIVE_INLINE float element(float v) { return v; }
 
-HF_INLINE void fill_rotary(NativeRotary& rotary, int positions) {
+NATIVE_INLINE void fill_rotary(NativeRotary& rotary, int positions) {
   for (int p = rotary.filled; p < positions; p++) {
     float* row = rotary.table + (long)p * 2 * rotary.pairs;
     for (int i = 0; i < rotary.pairs; i++) {
@@ -116,7 +116,7 @@ HF_INLINE void fill_rotary(NativeRotary& rotary, int positions) {
 }
 
 // Turns the pairs of one head by the angles of its position.
-HF_INLINE void rotate(const NativeRotary& rotary, int position, float* v) {
+NATIVE_INLINE void rotate(const NativeRotary& rotary, int position, float* v) {
   const float *sines = rotary.table + (long)position * 2 * rotary.pairs, *cosines = sines + rotary.pairs;
   if (!rotary.interleaved && rotary.pairs % 16 == 0) {
     for (int i = 0; i < rotary.pairs; i += 16) {

@@ -26,16 +26,16 @@
 
 namespace {
 
-const float MOST_GUMBEL = 22.9f;      // above 33 log 2
-const double SMALL_NUCLEUS = 0.4;     // a share of the mass
+const float MOST_GUMBEL = 22.9f;   // above 33 log 2
+const double SMALL_NUCLEUS = 0.4;  // a share of the mass
 const uint32_t POSITION_PRIME = 0x9E3779B1u, TOKEN_PRIME = 0xC2B2AE3Du;
 
-HF_INLINE uint32_t mixed(uint32_t bits) {
+NATIVE_INLINE uint32_t mixed(uint32_t bits) {
   bits = (bits ^ bits >> 16) * 0x85EBCA6Bu;
   bits = (bits ^ bits >> 13) * 0xC2B2AE35u;
   return bits ^ bits >> 16;
 }
-HF_INLINE Words mixed(Words bits) {
+NATIVE_INLINE Words mixed(Words bits) {
   bits = (bits ^ right<16>(bits)) * all_words(0x85EBCA6Bu);
   bits = (bits ^ right<13>(bits)) * all_words(0xC2B2AE35u);
   return bits ^ right<16>(bits);
@@ -54,7 +54,7 @@ struct Scored {
 struct Bounds {
   float least, bar;
 };
-HF_INLINE unsigned mask_left(Lanes scaled, Bounds left) {
+NATIVE_INLINE unsigned mask_left(Lanes scaled, Bounds left) {
   return mask_at_least(scaled, all(left.least)) & mask_above(scaled, all(left.bar));
 }
 
@@ -233,7 +233,8 @@ void sample_all(const void* argument, holdfast::Run& run) {
     const NativeDraw& draw = job.draws[r];
     long at = (long)r * job.top_stride, blocks = (job.vocab + BLOCK - 1) / BLOCK;
     sample_row(job.logits + (long)r * job.vocab, job.vocab, job.block_best ? job.block_best + r * blocks : nullptr,
-               job.block_mass ? job.block_mass + r * blocks : nullptr, draw, draw.edits < 0 ? nullptr : job.edits + draw.edits, *job.sampler->scratch[run.tid],
+               job.block_mass ? job.block_mass + r * blocks : nullptr, draw,
+               draw.edits < 0 ? nullptr : job.edits + draw.edits, *job.sampler->scratch[run.tid],
                {job.out + r, job.top_tokens + at, job.top_logprobs + at});
   });
 }
@@ -259,7 +260,8 @@ int native_sampler_destroy(void* sampler) {
 // Draws a token from each of `count` rows of logits. `block_best`: the largest of each 64 of them, NaN where one is not
 // finite; or null. `block_mass`: as the function of that name, of each; or null. `top` is for up to `top_stride` tokens of each row.
 int native_sample(void* sampler, float* logits, int vocab, const float* block_best, const float* block_mass,
-              const NativeDraw* draws, int count, const NativeEdits* edits, NativeDrawn* out, int* top_tokens, float* top_logprobs, int top_stride) {
+                  const NativeDraw* draws, int count, const NativeEdits* edits, NativeDrawn* out, int* top_tokens,
+                  float* top_logprobs, int top_stride) {
   Job job = {(Sampler*)sampler, logits, block_best, block_mass, vocab,      count,
              top_stride,        draws,  edits,      out,        top_tokens, top_logprobs};
   return holdfast::run(job.sampler->pool, sample_all, &job);

@@ -18,9 +18,7 @@ struct Numbers {
   const float* last_block;  // or null: of no 64, and nothing but -inf behind its end
   long count;               // a multiple of 16
 
-  const float* at(long i) const {
-    return last_block && i >= (count - 1) / 64 * 64 ? last_block + i % 64 : first + i;
-  }
+  const float* at(long i) const { return last_block && i >= (count - 1) / 64 * 64 ? last_block + i % 64 : first + i; }
 };
 
 class Selection {

@@ -71,16 +71,17 @@ template <class W> void Decoder<W>::convolve(const NativeLayer& l, int sequence,
   for (int c = first; c < end; c += 16) {
     const int count = std::min(16, end - c), last = seq.first_position + seq.num_tokens;
     auto own = [&](int position) { return projected.row(seq.first_row + position - seq.first_position) + c; };
-    causal_conv(weights, c, seq.first_position, last,
-                [&](int position) {
-                  if (position < seq.first_position) return load(kept(position) + c);
-                  return load(own(position)) * load(own(position) + 2 * conv.channels);
-                },
-                [&](int position, Lanes input, Lanes sum) {
-                  const int row = seq.first_row + position - seq.first_position;
-                  put_mixed(l, row, c, count, load(own(position) + conv.channels) * sum);
-                  if (last - position <= conv.columns) put_some(kept(position) + c, input, count);
-                });
+    causal_conv(
+        weights, c, seq.first_position, last,
+        [&](int position) {
+          if (position < seq.first_position) return load(kept(position) + c);
+          return load(own(position)) * load(own(position) + 2 * conv.channels);
+        },
+        [&](int position, Lanes input, Lanes sum) {
+          const int row = seq.first_row + position - seq.first_position;
+          put_mixed(l, row, c, count, load(own(position) + conv.channels) * sum);
+          if (last - position <= conv.columns) put_some(kept(position) + c, input, count);
+        });
   }
 }
 

@@ -71,7 +71,8 @@ template <class W> class Decoder {
         for (int e = 0; e < l.experts->num_experts; e++) widest(l.experts->experts[e]);
         if (l.experts->shared) shared = std::max(shared, inner_length(*l.experts->shared));
         moe_rows = std::max(moe_rows, l.experts->top_k), experts = std::max(experts, l.experts->num_experts);
-        logits = std::max(logits, l.experts->router.outputs), has_scores |= l.experts->selection_bias || l.experts->num_groups > 1;
+        logits = std::max(logits, l.experts->router.outputs),
+        has_scores |= l.experts->selection_bias || l.experts->num_groups > 1;
       }
     }
     long rows = m.max_rows;
@@ -163,7 +164,7 @@ template <class W> class Decoder {
   void go(const Part& part, Run& run) {
     unsigned control = _mm_getcsr();
     _mm_setcsr(control | 0x8040);  // flush denormals, as the tile unit does
-    Thread thread = {*local[run.tid], run,          part.first_layer, part.num_rows,     part.num_wanted, part.num_pooled,
+    Thread thread = {*local[run.tid], run,          part.first_layer,  part.num_rows, part.num_wanted, part.num_pooled,
                      part.last_sum,   part.gathers, part.keeps_hidden, part.narrows,  x.data};
     bool goes_on = true;
     for (int s = part.first; s < part.end && goes_on; s++) {
@@ -193,7 +194,8 @@ template <class W> class Decoder {
     }
     Local(int hidden, const LatentSizes& latents) : normed(OWN_NORM_ROWS, hidden), head(2, MAX_HEAD) {
       if (!latents.weighed && !latents.query_rows) return;
-      query_rows = Buffer<Input>(OWN_NORM_ROWS, latents.query_rows), head_rows = Buffer<Input>(HEAD_ROWS, latents.plain);
+      query_rows = Buffer<Input>(OWN_NORM_ROWS, latents.query_rows),
+      head_rows = Buffer<Input>(HEAD_ROWS, latents.plain);
     }
   };
   void make_room(int num_wanted) {
@@ -276,8 +278,9 @@ template <class W> class Decoder {
     AddedRows added;
     const bool adds = linear.site && adapted_sites[linear.site];
     if (adds && !prepare_added(thread, linear, in, num_rows, added)) return false;
-    return product_tasks(thread.run, threads, packed<W>(linear), begin, last, in.data, in.stride, num_rows, ++own.calls,
-                         [&]() -> Scratch& { return own.scratch; }, out, adds ? &added : nullptr);
+    return product_tasks(
+        thread.run, threads, packed<W>(linear), begin, last, in.data, in.stride, num_rows, ++own.calls,
+        [&]() -> Scratch& { return own.scratch; }, out, adds ? &added : nullptr);
   }
 
   // --- sums over ranks and the residual ---
@@ -447,23 +450,25 @@ template <class W> class Decoder {
   NativeModel m;
   int threads;
   NativeStep step = {};
-  long part_stride = 0;  // of a sum that a half of a layer leaves
+  long part_stride = 0;                  // of a sum that a half of a layer leaves
   int next_segment = 0, num_tokens = 0;  // tokens of the vocabulary whose logits are this rank's
   Exchange::Sum last_sum = 0;
-  std::unique_ptr<Exchange> exchange;  // or none
+  std::unique_ptr<Exchange> exchange;         // or none
   bool narrows = false, has_adapted = false;  // has_adapted: of the last step
   Attention<W> attention;
   std::vector<std::unique_ptr<Local>> local;
-  Buffer<float> x, y, wanted_x, inner_of_rows, own_inputs, projected, head_queries, group_best, router_logits, choice_scores;
-  Buffer<Input> h, h2, queries, attention_out, wanted_mixed, inner_rows, expert_input, shared_rows,
-      gated_inputs, query_rows, weighed;  // the last two of latent attention, as `head_queries`
+  Buffer<float> x, y, wanted_x, inner_of_rows, own_inputs, projected, head_queries, group_best, router_logits,
+      choice_scores;
+  Buffer<Input> h, h2, queries, attention_out, wanted_mixed, inner_rows, expert_input, shared_rows, gated_inputs,
+      query_rows, weighed;  // the last two of latent attention, as `head_queries`
   Buffer<int> group_at;
   std::vector<int> choices, first_of, order, slices_of_site, wanted_adapters, row_order, wanted_order;
   std::vector<char> adapted_sites;  // of this step
   std::vector<float> weights, shared_weights;
-  std::vector<int> kind_of, positions[2];  // positions: of rows, and of wanted rows
+  std::vector<int> kind_of, positions[2];   // positions: of rows, and of wanted rows
   std::vector<AttentionKind> wanted_kinds;  // as those of `attention`, of layers that see the wanted rows alone
-  int first_reader = 0;  // from this layer on all read keys and values of others; the number of layers: not even the last
+  int first_reader =
+      0;  // from this layer on all read keys and values of others; the number of layers: not even the last
   int num_wanted_units = 0, room = 0;
 };
 

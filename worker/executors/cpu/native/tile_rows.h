@@ -9,17 +9,17 @@
 namespace {
 
 enum { BLOCK_ROWS = 32 };
-#ifdef HF_TILES
+#ifdef NATIVE_TILES
 // Of two tiles of weights: cache lines; and how many k tiles of them are summed at once (a panel of 32 columns).
 enum { LINES = 32, WHOLE_TILES = 32, CUT_TILES = 20 };
 
-HF_INLINE void prefetch_tile(const Bf16* tile) {
+NATIVE_INLINE void prefetch_tile(const Bf16* tile) {
   for (int i = 0; i < 1024; i += 64) _mm_prefetch((const char*)tile + PREFETCH_BYTES + i, _MM_HINT_T0);
 }
 
 // Up to 16 rows and 64 columns: four accumulators side by side.
-HF_INLINE void tiles_1x4(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int k_tiles, int first, int end,
-                         float* sums) {
+NATIVE_INLINE void tiles_1x4(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int k_tiles, int first, int end,
+                             float* sums) {
   const Bf16 *left = w + (long)first * 2 * TILE, *right = left + (long)k_tiles * 2 * TILE;
   tile_zero<0>(t), tile_zero<1>(t), tile_zero<2>(t), tile_zero<3>(t);
   for (int k = first; k < end; k++, left += 2 * TILE, right += 2 * TILE) {
@@ -38,15 +38,15 @@ struct Ahead {
   const Bf16* panel;  // or null
   int lines;
 };
-HF_INLINE void fetch(Ahead ahead, int tile) {
+NATIVE_INLINE void fetch(Ahead ahead, int tile) {
   const char* at = (const char*)(ahead.panel + (long)tile * 2 * TILE);
   for (int i = 0; i < ahead.lines; i++) _mm_prefetch(at + i * 64, _MM_HINT_T1);
 }
 
 // 17 to 32 rows and 32 columns: two by two accumulators, which go on from `sums` if they have begun.
 template <bool FAR>
-HF_INLINE void tiles_2x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int first, int end, float* sums,
-                         bool begun, Ahead ahead) {
+NATIVE_INLINE void tiles_2x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int first, int end, float* sums,
+                             bool begun, Ahead ahead) {
   float* lower = sums + 16 * GROUP;
   if (begun) {
     tile_load<0>(t, sums, GROUP * 4), tile_load<1>(t, sums + 16, GROUP * 4);
@@ -67,8 +67,8 @@ HF_INLINE void tiles_2x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w,
 }
 
 // Up to 16 rows and 32 columns.
-HF_INLINE void tiles_1x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int first, int end, float* sums,
-                         bool begun) {
+NATIVE_INLINE void tiles_1x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int first, int end, float* sums,
+                             bool begun) {
   if (begun) tile_load<0>(t, sums, GROUP * 4), tile_load<1>(t, sums + 16, GROUP * 4);
   else tile_zero<0>(t), tile_zero<1>(t);
   for (int k = first; k < end; k++) {
@@ -81,8 +81,8 @@ HF_INLINE void tiles_1x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w,
 }
 
 // All rows by 32 columns: a panel of weights stays in the cache while the rows pass.
-HF_INLINE void pass_rows(Tiles& t, const Bf16* rows, long stride, int count, const Bf16* panel, int first, int end,
-                         float* sums, bool begun, const Bf16* next) {
+NATIVE_INLINE void pass_rows(Tiles& t, const Bf16* rows, long stride, int count, const Bf16* panel, int first, int end,
+                             float* sums, bool begun, const Bf16* next) {
   int blocks = (count + BLOCK_ROWS - 1) / BLOCK_ROWS, line = 0;
   for (int r = 0; r < count; r += BLOCK_ROWS) {
     int left = count - r < BLOCK_ROWS ? count - r : BLOCK_ROWS;

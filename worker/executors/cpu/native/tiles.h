@@ -6,7 +6,7 @@
 
 namespace {
 
-#if defined(HF_AMX)
+#if defined(NATIVE_AMX)
 
 struct Tiles {
   int shape = 0;
@@ -19,23 +19,23 @@ struct alignas(64) TileConfig {
 };
 
 // Not the intrinsic: GCC 12 tells its optimizer that 8 of the 64 bytes are read, and drops the stores to the others.
-HF_INLINE void load_config(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
-HF_INLINE void release_tiles(Tiles& tiles) {
+NATIVE_INLINE void load_config(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
+NATIVE_INLINE void release_tiles(Tiles& tiles) {
   asm volatile("tilerelease");
   tiles.shape = 0;
 }
-template <int T> HF_INLINE void tile_zero(Tiles&) { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
-template <int T> HF_INLINE void tile_load(Tiles&, const void* p, long stride) {
+template <int T> NATIVE_INLINE void tile_zero(Tiles&) { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
+template <int T> NATIVE_INLINE void tile_load(Tiles&, const void* p, long stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(T) : "memory");
 }
-template <int T> HF_INLINE void tile_store(Tiles&, float* p, long stride) {
+template <int T> NATIVE_INLINE void tile_store(Tiles&, float* p, long stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(T) : "memory");
 }
-template <int C, int A, int B> HF_INLINE void tile_product(Tiles&) {
+template <int C, int A, int B> NATIVE_INLINE void tile_product(Tiles&) {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
-#elif defined(HF_SOFTWARE_TILES)
+#elif defined(NATIVE_SOFTWARE_TILES)
 
 struct TileConfig {
   uint8_t palette, start_row;
@@ -48,7 +48,7 @@ struct Tiles {
   alignas(64) unsigned char bytes[8][16][64];
 };
 
-HF_INLINE void release_tiles(Tiles& tiles) { tiles.shape = 0; }
+NATIVE_INLINE void release_tiles(Tiles& tiles) { tiles.shape = 0; }
 template <int T> void tile_zero(Tiles& t) { memset(t.bytes[T], 0, sizeof t.bytes[T]); }
 template <int T> void tile_load(Tiles& t, const void* p, long stride) {
   memset(t.bytes[T], 0, sizeof t.bytes[T]);
@@ -81,16 +81,16 @@ template <int C, int A, int B> void tile_product(Tiles& t) {
 #else
 
 struct Tiles {};
-HF_INLINE void release_tiles(Tiles&) {}
+NATIVE_INLINE void release_tiles(Tiles&) {}
 
 #endif
 
-#if defined(HF_AMX) || defined(HF_SOFTWARE_TILES)
-#define HF_TILES 1
+#if defined(NATIVE_AMX) || defined(NATIVE_SOFTWARE_TILES)
+#define NATIVE_TILES 1
 
 // Accumulators 0 to 3, rows 4 and 5, weights (or keys, or values) 6 and 7. Tiles 0, 1 and 4 have the first rows, 2, 3 and
 // 5 the others. Rows of a tile that nobody asked for cost nothing, another shape does.
-HF_INLINE void shape_tiles(Tiles& tiles, int rows, int more_rows) {
+NATIVE_INLINE void shape_tiles(Tiles& tiles, int rows, int more_rows) {
   int shape = 1 + rows + 32 * more_rows;
   if (tiles.shape == shape) return;
   tiles.shape = shape;
@@ -100,7 +100,7 @@ HF_INLINE void shape_tiles(Tiles& tiles, int rows, int more_rows) {
   for (int i = 0; i < 8; i++) config.bytes_per_row[i] = 64, config.rows[i] = 16;
   for (int i : {0, 1, 4}) config.rows[i] = rows;
   for (int i : {2, 3, 5}) config.rows[i] = more_rows;
-#if defined(HF_AMX)
+#if defined(NATIVE_AMX)
   load_config(config);
 #else
   tiles.config = config;

@@ -30,8 +30,10 @@ struct AnyDecoder {
 // Of FLOAT16 and FLOAT32 (`plain.cpp`). A class with tiles and one without share them: only bf16 has tiles.
 AnyDecoder* plain_decoder(const NativeModel& model, int dtype, Pool* pool);
 AnyAttention* plain_attention(const NativeAttention* layers, int num_layers, int block_size, int dtype, Pool* pool);
-int plain_product(Pool* pool, const NativeLinear& linear, int dtype, const void* rows, long stride, int count, float* out);
-void plain_added(const NativeAdapted& adapted, int dtype, const void* row, int slices, long length, int groups, float* out);
+int plain_product(Pool* pool, const NativeLinear& linear, int dtype, const void* rows, long stride, int count,
+                  float* out);
+void plain_added(const NativeAdapted& adapted, int dtype, const void* row, int slices, long length, int groups,
+                 float* out);
 
 }  // namespace holdfast
 
@@ -40,7 +42,8 @@ namespace {
 template <class W> struct TypedDecoder : holdfast::AnyDecoder {
   holdfast::Pool* pool;
   Decoder<W> decoder;
-  TypedDecoder(const NativeModel& model, holdfast::Pool* pool) : pool(pool), decoder(model, native_pool_threads(pool)) {}
+  TypedDecoder(const NativeModel& model, holdfast::Pool* pool)
+      : pool(pool), decoder(model, native_pool_threads(pool)) {}
   int drain() override { return native_pool_drain(pool); }
   int begin(const NativeStep& step) override {
     return holdfast::prepared([&] { return decoder.begin(step), holdfast::kDone; });
@@ -78,8 +81,8 @@ template <class W> void product_job(const void* argument, holdfast::Run& run) {
     if (!scratch) scratch.reset(new Scratch);
     return *scratch;
   };
-  product_tasks(run, job.threads, packed<W>(job.linear), 0, job.linear.groups, (const typename InputOf<W>::Type*)job.rows,
-                job.stride, job.count, job.call, own,
+  product_tasks(run, job.threads, packed<W>(job.linear), 0, job.linear.groups,
+                (const typename InputOf<W>::Type*)job.rows, job.stride, job.count, job.call, own,
                 [&](int group, int first, int some, float* sums) { job.put(group, first, some, sums); });
   if (scratch) release_tiles(scratch->tiles);
   _mm_setcsr(control);

@@ -6,52 +6,56 @@
 
 namespace {
 
-enum { UNIT_REGISTERS = UNIT_OUTPUTS / WIDTH, UNIT_COLUMNS = 2, UNIT_ROWS = 4 };  // of a block of many rows: registers, rows
+enum {
+  UNIT_REGISTERS = UNIT_OUTPUTS / WIDTH,
+  UNIT_COLUMNS = 2,
+  UNIT_ROWS = 4
+};  // of a block of many rows: registers, rows
 const int UNITS_AHEAD_BYTES = 3072;
 
-HF_INLINE Wide wide_scales(const uint8_t* p, int type, int output) {
-  if (type == HF_HALF_SCALES) return wide_halves(p + 2 * output);
-  return type == HF_BFLOAT_SCALES ? wide_bfloats(p + 2 * output) : wide_load((const float*)p + output);
+NATIVE_INLINE Wide wide_scales(const uint8_t* p, int type, int output) {
+  if (type == NATIVE_HALF_SCALES) return wide_halves(p + 2 * output);
+  return type == NATIVE_BFLOAT_SCALES ? wide_bfloats(p + 2 * output) : wide_load((const float*)p + output);
 }
 
 // Zero points, and FAR times these in the upper words: for sums in two parts.
-HF_INLINE Whole times_parted(Whole zero) { return whole_or(zero, whole_left<16 + FAR_BITS>(zero)); }
+NATIVE_INLINE Whole times_parted(Whole zero) { return whole_or(zero, whole_left<16 + FAR_BITS>(zero)); }
 
 // What an output's unit has beside its codes, for a register of outputs.
 template <int OFFSET> struct UnitFactors {
   Wide scale, minimum;
   Whole zero, second;  // zero points; bytes of the halves
-  HF_INLINE_MEMBER UnitFactors(const uint8_t* scales, const uint8_t* common, const UnitForm& form, int output)
+  NATIVE_INLINE_MEMBER UnitFactors(const uint8_t* scales, const uint8_t* common, const UnitForm& form, int output)
       : scale(), minimum(), zero(), second() {
     const uint8_t* offsets = scales + form.scale_bytes();
-    if (OFFSET == HF_BYTE_MINIMA) {
+    if (OFFSET == NATIVE_BYTE_MINIMA) {
       scale = wide_times(wide_halves(common + 2 * output), wide_of(widened_bytes(scales + output)));
       minimum = wide_times(wide_halves(common + 2 * (UNIT_OUTPUTS + output)), wide_of(widened_bytes(offsets + output)));
       minimum = wide_minus(minimum);
       return;
     }
-    if (OFFSET == HF_BYTE_HALVES) {
+    if (OFFSET == NATIVE_BYTE_HALVES) {
       scale = wide_halves(common + 2 * output);
       zero = widened_signs(scales + output), second = widened_signs(offsets + output);
       return;
     }
     scale = wide_scales(scales, form.scales, output);
-    if (OFFSET == HF_MINIMA) minimum = wide_scales(offsets, form.scales, output);
-    if (OFFSET == HF_ZERO_POINTS) zero = times_parted(widened_bytes(offsets + output));
+    if (OFFSET == NATIVE_MINIMA) minimum = wide_scales(offsets, form.scales, output);
+    if (OFFSET == NATIVE_ZERO_POINTS) zero = times_parted(widened_bytes(offsets + output));
   }
 };
 
 // The middle of codes of so many bits times a sum, of which eight times are given.
-template <int BITS> HF_INLINE Whole middles(int32_t sum_8) {
+template <int BITS> NATIVE_INLINE Whole middles(int32_t sum_8) {
   return BITS == 4 ? whole_all(sum_8) : whole_left<BITS - 4>(whole_all(sum_8));
 }
 
 template <int BITS, int OFFSET, bool HAS_FAR>
-HF_INLINE Wide joined(Wide total, const UnitSum<BITS>& sum, const UnitCodes<BITS>& codes, const UnitFactors<OFFSET>& w,
-                      const RowUnit& x) {
+NATIVE_INLINE Wide joined(Wide total, const UnitSum<BITS>& sum, const UnitCodes<BITS>& codes,
+                          const UnitFactors<OFFSET>& w, const RowUnit& x) {
   Whole products;
   const Whole far_codes = codes.far(x.line);
-  if constexpr (OFFSET == HF_BYTE_HALVES) {
+  if constexpr (OFFSET == NATIVE_BYTE_HALVES) {
     const Whole far = HAS_FAR ? add_far<BITS>(whole_zero(), far_codes, x.far) : whole_zero();
     const Whole is_first = whole_all(x.line < 4 ? -1 : 0);
     const Whole far_of_first = whole_and(far, is_first), far_of_second = whole_minus(far, far_of_first);
@@ -59,16 +63,19 @@ HF_INLINE Wide joined(Wide total, const UnitSum<BITS>& sum, const UnitCodes<BITS
     const Whole second = whole_minus(whole_plus(sum.second(), far_of_second), middles<BITS>(x.sum_8 - x.first_sum_8));
     products = whole_plus(whole_times(first, w.zero), whole_times(second, w.second));
   } else products = HAS_FAR ? add_far<BITS>(sum.total(), far_codes, x.far) : sum.total();
-  if (OFFSET == HF_MIDDLE) products = whole_minus(products, BITS == 8 ? whole_all(x.sum_128) : middles<BITS>(x.sum_8));
-  if (OFFSET == HF_ZERO_POINTS) products = whole_minus(products, pair_products(w.zero, whole_all(x.parted_sum)));
-  if (OFFSET == HF_MINIMA || OFFSET == HF_BYTE_MINIMA) total = wide_fma(w.minimum, wide_all(&x.scaled_sum), total);
+  if (OFFSET == NATIVE_MIDDLE)
+    products = whole_minus(products, BITS == 8 ? whole_all(x.sum_128) : middles<BITS>(x.sum_8));
+  if (OFFSET == NATIVE_ZERO_POINTS) products = whole_minus(products, pair_products(w.zero, whole_all(x.parted_sum)));
+  if (OFFSET == NATIVE_MINIMA || OFFSET == NATIVE_BYTE_MINIMA)
+    total = wide_fma(w.minimum, wide_all(&x.scaled_sum), total);
   return wide_fma(wide_of(products), wide_times(w.scale, wide_all(&x.scale)), total);
 }
 
 // Of all rows and registers of a block, which takes unit `u` of the panel; `scales` are what lies behind its codes.
 template <int BITS, int OFFSET, bool HAS_FAR, int R, int C>
-HF_INLINE void join_all(Wide (&total)[R][C], const UnitSum<BITS> (&sums)[R][C], const UnitCodes<BITS> (&codes)[C],
-                        const UnitPanel& panel, int u, const uint8_t* scales, int output, const RowUnit* rows, long stride) {
+NATIVE_INLINE void join_all(Wide (&total)[R][C], const UnitSum<BITS> (&sums)[R][C], const UnitCodes<BITS> (&codes)[C],
+                            const UnitPanel& panel, int u, const uint8_t* scales, int output, const RowUnit* rows,
+                            long stride) {
 #pragma GCC unroll 4
   for (int c = 0; c < C; c++) {
     const UnitFactors<OFFSET> factors(scales, panel.factors_of(u), panel.form, output + c * WIDTH);
@@ -80,8 +87,8 @@ HF_INLINE void join_all(Wide (&total)[R][C], const UnitSum<BITS> (&sums)[R][C], 
 
 // out [R][C registers, from `output` on] = rows [R] times the units of a panel.
 template <int BITS, int OFFSET, int R, int C>
-__attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, const UnitPanel& panel, int output, float* out,
-                                          long out_stride) {
+__attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, const UnitPanel& panel, int output,
+                                          float* out, long out_stride) {
   const int lines = BITS == 8 ? 8 : 4, half_bytes = BITS * CODE_LINE, step = panel.form.unit_bytes();
   const UnitForm form = panel.form;
   const int ahead = panel.ahead;
@@ -95,12 +102,14 @@ __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, cons
     UnitSum<BITS> sums[R][C];
     UnitCodes<BITS> codes[C];
 #pragma GCC unroll 4
-    for (int c = 0; c < C; c++) codes[c] = UnitCodes<BITS>(unit + (output + c * WIDTH) / 16 * half_bytes + (output + c * WIDTH) % 16 * 4);
+    for (int c = 0; c < C; c++)
+      codes[c] = UnitCodes<BITS>(unit + (output + c * WIDTH) / 16 * half_bytes + (output + c * WIDTH) % 16 * 4);
 #pragma GCC unroll 8
     for (int i = 0; i < lines; i++)
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) {
-        if (c * WIDTH % 16 == 0 && ahead) _mm_prefetch((const char*)codes[c].first + i * CODE_LINE + ahead, _MM_HINT_T0);
+        if (c * WIDTH % 16 == 0 && ahead)
+          _mm_prefetch((const char*)codes[c].first + i * CODE_LINE + ahead, _MM_HINT_T0);
         const CodeLine<BITS> line = codes[c].line(i);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) sums[r][c].add(i, line, rows[r * stride].q);
@@ -112,7 +121,8 @@ __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, cons
         _mm_prefetch((const char*)unit + ahead + half_bytes + at, _MM_HINT_T0);
       }
     if (ahead)
-      for (int at = 0; at < step - 2 * half_bytes; at += 64) _mm_prefetch((const char*)scales + ahead + at, _MM_HINT_T0);
+      for (int at = 0; at < step - 2 * half_bytes; at += 64)
+        _mm_prefetch((const char*)scales + ahead + at, _MM_HINT_T0);
     bool far = false;
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) far |= rows[r * stride].has_far;
@@ -127,8 +137,8 @@ __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, cons
 
 // Of as many rows as there are.
 template <int BITS, int OFFSET, int R, int C>
-HF_INLINE int unit_blocks(int row, int count, const RowUnit* rows, long stride, UnitPanel& panel, int output, float* out,
-                          long out_stride) {
+NATIVE_INLINE int unit_blocks(int row, int count, const RowUnit* rows, long stride, UnitPanel& panel, int output,
+                              float* out, long out_stride) {
   for (; count - row >= R; row += R, panel.ahead = 0)
     unit_block<BITS, OFFSET, R, C>(rows + row * stride, stride, panel, output, out + row * out_stride, out_stride);
   return row;
@@ -149,13 +159,15 @@ void unit_rows(const RowUnit* rows, long stride, int count, UnitPanel panel, flo
 }
 
 // out [count][32] = rows [count], whose units are `stride` apart, times the units of a panel.
-inline void unit_products(const RowUnit* rows, long stride, int count, const UnitPanel& panel, float* out, long out_stride) {
+inline void unit_products(const RowUnit* rows, long stride, int count, const UnitPanel& panel, float* out,
+                          long out_stride) {
   typedef void Product(const RowUnit*, long, int, UnitPanel, float*, long);
   static Product* const products[4][5] = {
-      {unit_rows<4, HF_MIDDLE>, unit_rows<4, HF_ZERO_POINTS>, unit_rows<4, HF_MINIMA>, unit_rows<4, HF_BYTE_MINIMA>, nullptr},
-      {unit_rows<5, HF_MIDDLE>, nullptr, unit_rows<5, HF_MINIMA>, unit_rows<5, HF_BYTE_MINIMA>, nullptr},
-      {nullptr, nullptr, nullptr, nullptr, unit_rows<6, HF_BYTE_HALVES>},
-      {unit_rows<8, HF_MIDDLE>, unit_rows<8, HF_ZERO_POINTS>, nullptr, nullptr, nullptr}};
+      {unit_rows<4, NATIVE_MIDDLE>, unit_rows<4, NATIVE_ZERO_POINTS>, unit_rows<4, NATIVE_MINIMA>,
+       unit_rows<4, NATIVE_BYTE_MINIMA>, nullptr},
+      {unit_rows<5, NATIVE_MIDDLE>, nullptr, unit_rows<5, NATIVE_MINIMA>, unit_rows<5, NATIVE_BYTE_MINIMA>, nullptr},
+      {nullptr, nullptr, nullptr, nullptr, unit_rows<6, NATIVE_BYTE_HALVES>},
+      {unit_rows<8, NATIVE_MIDDLE>, unit_rows<8, NATIVE_ZERO_POINTS>, nullptr, nullptr, nullptr}};
   const UnitForm& form = panel.form;
   products[form.bits == 8 ? 3 : form.bits - 4][form.offset](rows, stride, count, panel, out, out_stride);
 }

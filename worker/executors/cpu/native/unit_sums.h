@@ -10,69 +10,71 @@ namespace {
 
 #ifdef __AVX512F__
 typedef __m512i Whole;
-HF_INLINE Whole whole_load(const void* p) { return _mm512_loadu_si512(p); }
-HF_INLINE Whole whole_zero() { return _mm512_setzero_si512(); }
-HF_INLINE Whole whole_all(int x) { return _mm512_set1_epi32(x); }
-HF_INLINE Whole bytes_below_16(Whole a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
-HF_INLINE Whole upper_codes(Whole a) { return bytes_below_16(_mm512_srli_epi16(a, 4)); }
-HF_INLINE Whole whole_minus(Whole a, Whole b) { return _mm512_sub_epi32(a, b); }
-HF_INLINE Whole whole_plus(Whole a, Whole b) { return _mm512_add_epi32(a, b); }
-HF_INLINE Whole pair_products(Whole a, Whole b) { return _mm512_madd_epi16(a, b); }
-HF_INLINE Whole words_all(int x) { return _mm512_set1_epi16((short)x); }
-HF_INLINE Whole code_products(Whole u, Whole q) { return _mm512_maddubs_epi16(u, q); }
-HF_INLINE Whole widened_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
-HF_INLINE Whole widened_signs(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
-HF_INLINE Whole whole_times(Whole a, Whole b) { return _mm512_mullo_epi32(a, b); }
-HF_INLINE Whole whole_or(Whole a, Whole b) { return _mm512_or_si512(a, b); }
-HF_INLINE Whole whole_and(Whole a, Whole b) { return _mm512_and_si512(a, b); }
-HF_INLINE Whole bits_of(Whole a, int mask) { return _mm512_and_si512(a, _mm512_set1_epi8((char)mask)); }
-HF_INLINE Whole whole_right_by(Whole a, int n) { return _mm512_srlv_epi32(a, whole_all(n)); }
-HF_INLINE Whole whole_left_by(Whole a, int n) { return _mm512_sllv_epi32(a, whole_all(n)); }
-template <int N> HF_INLINE Whole whole_left(Whole a) { return _mm512_slli_epi32(a, N); }
-template <int N> HF_INLINE Whole words_right(Whole a) { return _mm512_srli_epi16(a, N); }
-template <int N> HF_INLINE Whole words_left(Whole a) { return _mm512_slli_epi16(a, N); }
-HF_INLINE Wide wide_of(Whole a) { return _mm512_cvtepi32_ps(a); }
-HF_INLINE Wide wide_minus(Wide a) { return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x80000000))); }
-HF_INLINE Wide wide_times(Wide a, Wide b) { return _mm512_mul_ps(a, b); }
-HF_INLINE Wide wide_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-HF_INLINE Wide wide_bfloats(const void* p) { return load((const Bf16*)p).v; }
-#define HF_ANY_REGISTER "v"
+NATIVE_INLINE Whole whole_load(const void* p) { return _mm512_loadu_si512(p); }
+NATIVE_INLINE Whole whole_zero() { return _mm512_setzero_si512(); }
+NATIVE_INLINE Whole whole_all(int x) { return _mm512_set1_epi32(x); }
+NATIVE_INLINE Whole bytes_below_16(Whole a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+NATIVE_INLINE Whole upper_codes(Whole a) { return bytes_below_16(_mm512_srli_epi16(a, 4)); }
+NATIVE_INLINE Whole whole_minus(Whole a, Whole b) { return _mm512_sub_epi32(a, b); }
+NATIVE_INLINE Whole whole_plus(Whole a, Whole b) { return _mm512_add_epi32(a, b); }
+NATIVE_INLINE Whole pair_products(Whole a, Whole b) { return _mm512_madd_epi16(a, b); }
+NATIVE_INLINE Whole words_all(int x) { return _mm512_set1_epi16((short)x); }
+NATIVE_INLINE Whole code_products(Whole u, Whole q) { return _mm512_maddubs_epi16(u, q); }
+NATIVE_INLINE Whole widened_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+NATIVE_INLINE Whole widened_signs(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
+NATIVE_INLINE Whole whole_times(Whole a, Whole b) { return _mm512_mullo_epi32(a, b); }
+NATIVE_INLINE Whole whole_or(Whole a, Whole b) { return _mm512_or_si512(a, b); }
+NATIVE_INLINE Whole whole_and(Whole a, Whole b) { return _mm512_and_si512(a, b); }
+NATIVE_INLINE Whole bits_of(Whole a, int mask) { return _mm512_and_si512(a, _mm512_set1_epi8((char)mask)); }
+NATIVE_INLINE Whole whole_right_by(Whole a, int n) { return _mm512_srlv_epi32(a, whole_all(n)); }
+NATIVE_INLINE Whole whole_left_by(Whole a, int n) { return _mm512_sllv_epi32(a, whole_all(n)); }
+template <int N> NATIVE_INLINE Whole whole_left(Whole a) { return _mm512_slli_epi32(a, N); }
+template <int N> NATIVE_INLINE Whole words_right(Whole a) { return _mm512_srli_epi16(a, N); }
+template <int N> NATIVE_INLINE Whole words_left(Whole a) { return _mm512_slli_epi16(a, N); }
+NATIVE_INLINE Wide wide_of(Whole a) { return _mm512_cvtepi32_ps(a); }
+NATIVE_INLINE Wide wide_minus(Wide a) {
+  return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x80000000)));
+}
+NATIVE_INLINE Wide wide_times(Wide a, Wide b) { return _mm512_mul_ps(a, b); }
+NATIVE_INLINE Wide wide_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+NATIVE_INLINE Wide wide_bfloats(const void* p) { return load((const Bf16*)p).v; }
+#define NATIVE_ANY_REGISTER "v"
 #else
 typedef __m256i Whole;
-HF_INLINE Whole whole_load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
-HF_INLINE Whole whole_zero() { return _mm256_setzero_si256(); }
-HF_INLINE Whole whole_all(int x) { return _mm256_set1_epi32(x); }
-HF_INLINE Whole bytes_below_16(Whole a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
-HF_INLINE Whole upper_codes(Whole a) { return bytes_below_16(_mm256_srli_epi16(a, 4)); }
-HF_INLINE Whole whole_minus(Whole a, Whole b) { return _mm256_sub_epi32(a, b); }
-HF_INLINE Whole whole_plus(Whole a, Whole b) { return _mm256_add_epi32(a, b); }
-HF_INLINE Whole pair_products(Whole a, Whole b) { return _mm256_madd_epi16(a, b); }
-HF_INLINE Whole words_all(int x) { return _mm256_set1_epi16((short)x); }
-HF_INLINE Whole code_products(Whole u, Whole q) { return _mm256_maddubs_epi16(u, q); }
-HF_INLINE Whole widened_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
-HF_INLINE Whole widened_signs(const uint8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
-HF_INLINE Whole whole_times(Whole a, Whole b) { return _mm256_mullo_epi32(a, b); }
-HF_INLINE Whole whole_or(Whole a, Whole b) { return _mm256_or_si256(a, b); }
-HF_INLINE Whole whole_and(Whole a, Whole b) { return _mm256_and_si256(a, b); }
-HF_INLINE Whole bits_of(Whole a, int mask) { return _mm256_and_si256(a, _mm256_set1_epi8((char)mask)); }
-HF_INLINE Whole whole_right_by(Whole a, int n) { return _mm256_srlv_epi32(a, whole_all(n)); }
-HF_INLINE Whole whole_left_by(Whole a, int n) { return _mm256_sllv_epi32(a, whole_all(n)); }
-template <int N> HF_INLINE Whole whole_left(Whole a) { return _mm256_slli_epi32(a, N); }
-template <int N> HF_INLINE Whole words_right(Whole a) { return _mm256_srli_epi16(a, N); }
-template <int N> HF_INLINE Whole words_left(Whole a) { return _mm256_slli_epi16(a, N); }
-HF_INLINE Wide wide_of(Whole a) { return _mm256_cvtepi32_ps(a); }
-HF_INLINE Wide wide_minus(Wide a) { return _mm256_xor_ps(a, _mm256_set1_ps(-0.0f)); }
-HF_INLINE Wide wide_times(Wide a, Wide b) { return _mm256_mul_ps(a, b); }
-HF_INLINE Wide wide_halves(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-HF_INLINE Wide wide_bfloats(const void* p) { return widened((const Bf16*)p); }
-#define HF_ANY_REGISTER "x"
+NATIVE_INLINE Whole whole_load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+NATIVE_INLINE Whole whole_zero() { return _mm256_setzero_si256(); }
+NATIVE_INLINE Whole whole_all(int x) { return _mm256_set1_epi32(x); }
+NATIVE_INLINE Whole bytes_below_16(Whole a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
+NATIVE_INLINE Whole upper_codes(Whole a) { return bytes_below_16(_mm256_srli_epi16(a, 4)); }
+NATIVE_INLINE Whole whole_minus(Whole a, Whole b) { return _mm256_sub_epi32(a, b); }
+NATIVE_INLINE Whole whole_plus(Whole a, Whole b) { return _mm256_add_epi32(a, b); }
+NATIVE_INLINE Whole pair_products(Whole a, Whole b) { return _mm256_madd_epi16(a, b); }
+NATIVE_INLINE Whole words_all(int x) { return _mm256_set1_epi16((short)x); }
+NATIVE_INLINE Whole code_products(Whole u, Whole q) { return _mm256_maddubs_epi16(u, q); }
+NATIVE_INLINE Whole widened_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+NATIVE_INLINE Whole widened_signs(const uint8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+NATIVE_INLINE Whole whole_times(Whole a, Whole b) { return _mm256_mullo_epi32(a, b); }
+NATIVE_INLINE Whole whole_or(Whole a, Whole b) { return _mm256_or_si256(a, b); }
+NATIVE_INLINE Whole whole_and(Whole a, Whole b) { return _mm256_and_si256(a, b); }
+NATIVE_INLINE Whole bits_of(Whole a, int mask) { return _mm256_and_si256(a, _mm256_set1_epi8((char)mask)); }
+NATIVE_INLINE Whole whole_right_by(Whole a, int n) { return _mm256_srlv_epi32(a, whole_all(n)); }
+NATIVE_INLINE Whole whole_left_by(Whole a, int n) { return _mm256_sllv_epi32(a, whole_all(n)); }
+template <int N> NATIVE_INLINE Whole whole_left(Whole a) { return _mm256_slli_epi32(a, N); }
+template <int N> NATIVE_INLINE Whole words_right(Whole a) { return _mm256_srli_epi16(a, N); }
+template <int N> NATIVE_INLINE Whole words_left(Whole a) { return _mm256_slli_epi16(a, N); }
+NATIVE_INLINE Wide wide_of(Whole a) { return _mm256_cvtepi32_ps(a); }
+NATIVE_INLINE Wide wide_minus(Wide a) { return _mm256_xor_ps(a, _mm256_set1_ps(-0.0f)); }
+NATIVE_INLINE Wide wide_times(Wide a, Wide b) { return _mm256_mul_ps(a, b); }
+NATIVE_INLINE Wide wide_halves(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+NATIVE_INLINE Wide wide_bfloats(const void* p) { return widened((const Bf16*)p); }
+#define NATIVE_ANY_REGISTER "x"
 #endif
-#ifdef HF_VNNI
+#ifdef NATIVE_VNNI
 enum { CODE_BYTES = 64, IN_WHOLE_BYTES = 1 };
 #else
 enum { CODE_BYTES = 64, IN_WHOLE_BYTES = 0 };  // a line of codes; whether products take codes of 8 bits as they are
 #endif
-HF_INLINE Whole four_bytes(const void* p) {
+NATIVE_INLINE Whole four_bytes(const void* p) {
   int bytes;
   memcpy(&bytes, p, 4);
   return whole_all(bytes);
@@ -90,8 +92,8 @@ template <int BITS> struct CodeLine {
 template <int BITS> struct UnitCodes {
   const uint8_t* first = nullptr;
   UnitCodes() = default;
-  HF_INLINE_MEMBER explicit UnitCodes(const uint8_t* p) : first(p) {}
-  HF_INLINE_MEMBER CodeLine<BITS> line(int i) const {
+  NATIVE_INLINE_MEMBER explicit UnitCodes(const uint8_t* p) : first(p) {}
+  NATIVE_INLINE_MEMBER CodeLine<BITS> line(int i) const {
     const Whole both = whole_load(first + i * CODE_BYTES);
     CodeLine<BITS> out = {bytes_below_16(both), upper_codes(both)};
     if (BITS == 8 && IN_WHOLE_BYTES) out.low = out.high = both;
@@ -99,21 +101,24 @@ template <int BITS> struct UnitCodes {
       Whole more = whole_load(first + 4 * CODE_BYTES);
       if (i >= 2) more = words_left<4>(more);
       if (i % 2) more = words_right<2>(more);
-      out.low = whole_or(out.low, bits_of(more, 0x10)), out.high = whole_or(out.high, bits_of(words_right<1>(more), 0x10));
+      out.low = whole_or(out.low, bits_of(more, 0x10)),
+      out.high = whole_or(out.high, bits_of(words_right<1>(more), 0x10));
     }
     if (BITS == 6) {
       Whole more = whole_load(first + (4 + i / 2) * CODE_BYTES);
       if (i % 2) more = words_left<4>(more);
-      out.low = whole_or(out.low, bits_of(more, 0x30)), out.high = whole_or(out.high, bits_of(words_right<2>(more), 0x30));
+      out.low = whole_or(out.low, bits_of(more, 0x30)),
+      out.high = whole_or(out.high, bits_of(words_right<2>(more), 0x30));
     }
     return out;
   }
   // Those of inputs 4 * `at` onwards alone.
-  HF_INLINE_MEMBER Whole far(int at) const {
+  NATIVE_INLINE_MEMBER Whole far(int at) const {
     if (BITS == 8) return whole_load(first + at * CODE_BYTES);
     const Whole codes = bytes_below_16(whole_right_by(whole_load(first + (at & 3) * CODE_BYTES), at & 4));
     if (BITS == 4) return codes;
-    const int more = BITS - 4, per_half = BITS == 5 ? 4 : 2, place = 2 * (at & 3) + (at >> 2), in_half = place % per_half;
+    const int more = BITS - 4, per_half = BITS == 5 ? 4 : 2, place = 2 * (at & 3) + (at >> 2),
+              in_half = place % per_half;
     const Whole plane = whole_load(first + (4 + place / (2 * per_half)) * CODE_BYTES);
     const bool in_lower = place / per_half % 2;
     const Whole bits = in_lower ? whole_left_by(plane, 4 - in_half * more) : whole_right_by(plane, in_half * more);
@@ -121,87 +126,90 @@ template <int BITS> struct UnitCodes {
   }
 };
 
-#ifdef HF_VNNI
+#ifdef NATIVE_VNNI
 #ifdef __AVX512VNNI__
-HF_INLINE Whole add_four(Whole sum, Whole u, Whole q) { return _mm512_dpbusd_epi32(sum, u, q); }
-HF_INLINE Whole add_pairs(Whole sum, Whole a, Whole b) { return _mm512_dpwssd_epi32(sum, a, b); }
+NATIVE_INLINE Whole add_four(Whole sum, Whole u, Whole q) { return _mm512_dpbusd_epi32(sum, u, q); }
+NATIVE_INLINE Whole add_pairs(Whole sum, Whole a, Whole b) { return _mm512_dpwssd_epi32(sum, a, b); }
 #else  // in software, for tests
-HF_INLINE Whole bytes_of_words(Whole words, bool odd) { return odd ? _mm256_srai_epi16(words, 8) : _mm256_srai_epi16(_mm256_slli_epi16(words, 8), 8); }
-HF_INLINE Whole add_four(Whole sum, Whole u, Whole q) {
+NATIVE_INLINE Whole bytes_of_words(Whole words, bool odd) {
+  return odd ? _mm256_srai_epi16(words, 8) : _mm256_srai_epi16(_mm256_slli_epi16(words, 8), 8);
+}
+NATIVE_INLINE Whole add_four(Whole sum, Whole u, Whole q) {
   const Whole even = pair_products(_mm256_and_si256(u, words_all(255)), bytes_of_words(q, false));
   return whole_plus(sum, whole_plus(even, pair_products(_mm256_srli_epi16(u, 8), bytes_of_words(q, true))));
 }
-HF_INLINE Whole add_pairs(Whole sum, Whole a, Whole b) { return whole_plus(sum, pair_products(a, b)); }
+NATIVE_INLINE Whole add_pairs(Whole sum, Whole a, Whole b) { return whole_plus(sum, pair_products(a, b)); }
 #endif
 
 template <int BITS> struct UnitSum {
   Whole sum = whole_zero();
-  HF_INLINE_MEMBER void add(int i, const CodeLine<BITS>& line, const int8_t* q) {
+  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<BITS>& line, const int8_t* q) {
     sum = add_four(sum, line.low, four_bytes(q + 4 * i));
     if (BITS != 8) sum = add_four(sum, line.high, four_bytes(q + 16 + 4 * i));
   }
-  HF_INLINE_MEMBER Whole total() const { return sum; }
+  NATIVE_INLINE_MEMBER Whole total() const { return sum; }
 };
 // Adds FAR times the products of the far line.
-template <int BITS> HF_INLINE Whole add_far(Whole sum, Whole codes, const int8_t* q) {
+template <int BITS> NATIVE_INLINE Whole add_far(Whole sum, Whole codes, const int8_t* q) {
   if (BITS == 8) return whole_plus(sum, whole_left<FAR_BITS>(add_four(whole_zero(), codes, four_bytes(q))));
   return add_pairs(sum, code_products(codes, four_bytes(q)), words_all(FAR));
 }
 template <> struct UnitSum<6> {  // of halves
   Whole low = whole_zero(), high = whole_zero();
-  HF_INLINE_MEMBER void add(int i, const CodeLine<6>& line, const int8_t* q) {
+  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<6>& line, const int8_t* q) {
     low = add_four(low, line.low, four_bytes(q + 4 * i)), high = add_four(high, line.high, four_bytes(q + 16 + 4 * i));
   }
-  HF_INLINE_MEMBER Whole first() const { return low; }
-  HF_INLINE_MEMBER Whole second() const { return high; }
+  NATIVE_INLINE_MEMBER Whole first() const { return low; }
+  NATIVE_INLINE_MEMBER Whole second() const { return high; }
 };
 #else
 // In assembly, or GCC adds in the order of a tree, for which it keeps more products than there are registers.
-HF_INLINE void add_words(Whole& sum, Whole words) {
-  asm("vpaddw %1, %0, %0" : "+" HF_ANY_REGISTER(sum) : HF_ANY_REGISTER(words));
+NATIVE_INLINE void add_words(Whole& sum, Whole words) {
+  asm("vpaddw %1, %0, %0" : "+" NATIVE_ANY_REGISTER(sum) : NATIVE_ANY_REGISTER(words));
 }
-HF_INLINE void add_or_begin(bool begun, Whole& sum, Whole u, Whole q) {
+NATIVE_INLINE void add_or_begin(bool begun, Whole& sum, Whole u, Whole q) {
   if (begun) add_words(sum, code_products(u, q));
   else sum = code_products(u, q);
 }
-HF_INLINE Whole sum_of_pairs(Whole words) { return pair_products(words, words_all(1)); }
-template <int BITS> HF_INLINE Whole add_far(Whole sum, Whole codes, const int8_t* q) {
+NATIVE_INLINE Whole sum_of_pairs(Whole words) { return pair_products(words, words_all(1)); }
+template <int BITS> NATIVE_INLINE Whole add_far(Whole sum, Whole codes, const int8_t* q) {
   const Whole numbers = four_bytes(q);
   if (BITS != 8) return whole_plus(sum, pair_products(code_products(codes, numbers), words_all(FAR)));
   const Whole upper = pair_products(code_products(upper_codes(codes), numbers), words_all(16 * FAR));
-  return whole_plus(sum, whole_plus(upper, pair_products(code_products(bytes_below_16(codes), numbers), words_all(FAR))));
+  return whole_plus(sum,
+                    whole_plus(upper, pair_products(code_products(bytes_below_16(codes), numbers), words_all(FAR))));
 }
 template <int BITS> struct UnitSum {
   Whole low, high;  // of 8 bits, the sums of the codes' halves
-  HF_INLINE_MEMBER void add(int i, const CodeLine<BITS>& line, const int8_t* q) {
+  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<BITS>& line, const int8_t* q) {
     const Whole first = four_bytes(q + 4 * i);
     add_or_begin(i, low, line.low, first);
     if (BITS == 4) add_or_begin(true, low, line.high, four_bytes(q + 16 + 4 * i));
     else add_or_begin(i, high, line.high, first);
   }
-  HF_INLINE_MEMBER Whole total() const {
+  NATIVE_INLINE_MEMBER Whole total() const {
     const Whole sum = sum_of_pairs(low);
     return BITS == 4 ? sum : whole_plus(sum, pair_products(high, words_all(16)));
   }
 };
 template <> struct UnitSum<5> {
   Whole words, sum = whole_zero();
-  HF_INLINE_MEMBER void add(int i, const CodeLine<5>& line, const int8_t* q) {
+  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<5>& line, const int8_t* q) {
     add_or_begin(i % 2, words, line.low, four_bytes(q + 4 * i));
     add_or_begin(true, words, line.high, four_bytes(q + 16 + 4 * i));
     if (i % 2) sum = whole_plus(sum, sum_of_pairs(words));
   }
-  HF_INLINE_MEMBER Whole total() const { return sum; }
+  NATIVE_INLINE_MEMBER Whole total() const { return sum; }
 };
 template <> struct UnitSum<6> {
   Whole low_words, high_words, low = whole_zero(), high = whole_zero();
-  HF_INLINE_MEMBER void add(int i, const CodeLine<6>& line, const int8_t* q) {
+  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<6>& line, const int8_t* q) {
     add_or_begin(i % 2, low_words, line.low, four_bytes(q + 4 * i));
     add_or_begin(i % 2, high_words, line.high, four_bytes(q + 16 + 4 * i));
     if (i % 2) low = whole_plus(low, sum_of_pairs(low_words)), high = whole_plus(high, sum_of_pairs(high_words));
   }
-  HF_INLINE_MEMBER Whole first() const { return low; }
-  HF_INLINE_MEMBER Whole second() const { return high; }
+  NATIVE_INLINE_MEMBER Whole first() const { return low; }
+  NATIVE_INLINE_MEMBER Whole second() const { return high; }
 };
 #endif
 

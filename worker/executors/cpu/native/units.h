@@ -37,26 +37,28 @@ namespace {
 enum { UNIT = 32, UNIT_OUTPUTS = 32, CODE_LINE = 64, UNITS_TOGETHER = 8 };
 enum { LINE_INPUTS = 4, FAR_BITS = 7, FAR = 1 << FAR_BITS, FAR_FROM = 2 };  // of a row's unit
 
-HF_INLINE int bytes_of_scale(int type) { return type == HF_FLOAT_SCALES ? 4 : 2; }
+NATIVE_INLINE int bytes_of_scale(int type) { return type == NATIVE_FLOAT_SCALES ? 4 : 2; }
 
 // How the units of a weight lie; without bits there are none, but tiles.
 struct UnitForm {
   int bits, offset, scales;
   int before;  // units of the whole weight before the first one, modulo UNITS_TOGETHER
-  HF_INLINE_MEMBER bool is_there() const { return bits != 0; }
-  HF_INLINE_MEMBER bool has_factors() const { return offset == HF_BYTE_MINIMA || offset == HF_BYTE_HALVES; }
-  HF_INLINE_MEMBER int code_bytes() const { return UNIT_OUTPUTS * UNIT * bits / 8; }
-  HF_INLINE_MEMBER int scale_bytes() const { return UNIT_OUTPUTS * (has_factors() ? 1 : bytes_of_scale(scales)); }
-  HF_INLINE_MEMBER int offset_bytes() const {
-    return offset == HF_MINIMA ? scale_bytes() : offset == HF_MIDDLE ? 0 : UNIT_OUTPUTS;
+  NATIVE_INLINE_MEMBER bool is_there() const { return bits != 0; }
+  NATIVE_INLINE_MEMBER bool has_factors() const { return offset == NATIVE_BYTE_MINIMA || offset == NATIVE_BYTE_HALVES; }
+  NATIVE_INLINE_MEMBER int code_bytes() const { return UNIT_OUTPUTS * UNIT * bits / 8; }
+  NATIVE_INLINE_MEMBER int scale_bytes() const { return UNIT_OUTPUTS * (has_factors() ? 1 : bytes_of_scale(scales)); }
+  NATIVE_INLINE_MEMBER int offset_bytes() const {
+    return offset == NATIVE_MINIMA ? scale_bytes() : offset == NATIVE_MIDDLE ? 0 : UNIT_OUTPUTS;
   }
-  HF_INLINE_MEMBER int unit_bytes() const { return code_bytes() + scale_bytes() + offset_bytes(); }
+  NATIVE_INLINE_MEMBER int unit_bytes() const { return code_bytes() + scale_bytes() + offset_bytes(); }
   // Of eight units' common factors.
-  HF_INLINE_MEMBER int factor_bytes() const {
-    return offset == HF_BYTE_MINIMA ? 4 * UNIT_OUTPUTS : offset == HF_BYTE_HALVES ? 2 * UNIT_OUTPUTS : 0;
+  NATIVE_INLINE_MEMBER int factor_bytes() const {
+    return offset == NATIVE_BYTE_MINIMA ? 4 * UNIT_OUTPUTS : offset == NATIVE_BYTE_HALVES ? 2 * UNIT_OUTPUTS : 0;
   }
 };
-HF_INLINE UnitForm form_of(const NativeUnits& units) { return {units.bits, units.offset, units.scales, units.before}; }
+NATIVE_INLINE UnitForm form_of(const NativeUnits& units) {
+  return {units.bits, units.offset, units.scales, units.before};
+}
 
 // A unit of a row, for weights of any form.
 struct RowUnit {
@@ -64,36 +66,37 @@ struct RowUnit {
   int8_t far[LINE_INPUTS];  // those of the far line, in times of FAR
   int16_t has_far, line;    // whether there is a far line, and which one
   float scale, scaled_sum;
-  int32_t parted_sum;                  // of q, and of `far` in its upper word
+  int32_t parted_sum;                   // of q, and of `far` in its upper word
   int32_t sum_8, first_sum_8, sum_128;  // the middle of codes of 4 and of 8 bits times the sum; of the first half
 };
 
-HF_INLINE __m256i magnitudes(__m256 v) {
+NATIVE_INLINE __m256i magnitudes(__m256 v) {
   return _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff));
 }
-HF_INLINE uint32_t largest_of(__m256i most) {  // as bits, in whose order NaN comes last
+NATIVE_INLINE uint32_t largest_of(__m256i most) {  // as bits, in whose order NaN comes last
   __m128i q = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
   q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0x4e));
   return (uint32_t)_mm_cvtsi128_si32(_mm_max_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
 }
 // The largest magnitude of each line of a unit.
-HF_INLINE __m256i largest_of_lines(Lanes a, Lanes b) {
-  const __m256i v[4] = {magnitudes(low_half(a)), magnitudes(high_half(a)), magnitudes(low_half(b)), magnitudes(high_half(b))};
+NATIVE_INLINE __m256i largest_of_lines(Lanes a, Lanes b) {
+  const __m256i v[4] = {magnitudes(low_half(a)), magnitudes(high_half(a)), magnitudes(low_half(b)),
+                        magnitudes(high_half(b))};
   const __m256i x = _mm256_max_epi32(_mm256_unpacklo_epi32(v[0], v[1]), _mm256_unpackhi_epi32(v[0], v[1]));
   const __m256i y = _mm256_max_epi32(_mm256_unpacklo_epi32(v[2], v[3]), _mm256_unpackhi_epi32(v[2], v[3]));
   const __m256i most = _mm256_max_epi32(_mm256_unpacklo_epi64(x, y), _mm256_unpackhi_epi64(x, y));
   return _mm256_permutevar8x32_epi32(most, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
 }
-HF_INLINE float float_of(uint32_t bits) {
+NATIVE_INLINE float float_of(uint32_t bits) {
   float number;
   memcpy(&number, &bits, 4);
   return number;
 }
 
 // Eight numbers as whole ones, rounded to even.
-HF_INLINE __m256i whole(__m256 v, __m256 factor) { return _mm256_cvtps_epi32(_mm256_mul_ps(v, factor)); }
+NATIVE_INLINE __m256i whole(__m256 v, __m256 factor) { return _mm256_cvtps_epi32(_mm256_mul_ps(v, factor)); }
 
-HF_INLINE int32_t sum_of_words(__m256i words) {
+NATIVE_INLINE int32_t sum_of_words(__m256i words) {
   const __m256i sums = _mm256_madd_epi16(words, _mm256_set1_epi16(1));
   __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
   sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
@@ -117,7 +120,7 @@ inline int32_t part_far_line(const __m256i (&words)[2], RowUnit& out) {
 }
 
 // Of inputs 0 to 15 and 16 to 31.
-HF_INLINE void quantize_unit(Lanes a, Lanes b, RowUnit& out) {
+NATIVE_INLINE void quantize_unit(Lanes a, Lanes b, RowUnit& out) {
   const uint32_t INFINITE = 0x7f800000, TINY = 0x0d800000;  // 2^-100
   const __m256i of_lines = largest_of_lines(a, b);
   const uint32_t bits = largest_of(of_lines);
@@ -126,7 +129,8 @@ HF_INLINE void quantize_unit(Lanes a, Lanes b, RowUnit& out) {
     if (bits >= INFINITE) out.scale = out.scaled_sum = NAN;
     return;
   }
-  out.line = __builtin_ctz(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(of_lines, _mm256_set1_epi32((int)bits)))));
+  out.line = __builtin_ctz(
+      _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpeq_epi32(of_lines, _mm256_set1_epi32((int)bits)))));
   const __m256i is_far = _mm256_cmpeq_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(out.line));
   const float rest = float_of(largest_of(_mm256_andnot_si256(is_far, of_lines)));
   const float largest = float_of(bits);
@@ -136,8 +140,8 @@ HF_INLINE void quantize_unit(Lanes a, Lanes b, RowUnit& out) {
   const __m256i v[4] = {whole(low_half(a), factor), whole(high_half(a), factor), whole(low_half(b), factor),
                         whole(high_half(b), factor)};
   const __m256i words[2] = {_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3])};
-  const __m256i q = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]),
-                                                _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  const __m256i q =
+      _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   _mm256_storeu_si256((__m256i*)out.q, q);
   if (!out.has_far) memset(out.far, 0, sizeof out.far);
   const int32_t far_sum = out.has_far ? part_far_line(words, out) : 0;
@@ -150,19 +154,18 @@ HF_INLINE void quantize_unit(Lanes a, Lanes b, RowUnit& out) {
 
 // out [units] = a row [units * 32] of a linear's inputs.
 template <class T> void quantize_row(const T* row, long units, RowUnit* out) {
-  for (long u = 0; u < units; u++)
-    quantize_unit(load(row + u * UNIT), load(row + u * UNIT + 16), out[u]);
+  for (long u = 0; u < units; u++) quantize_unit(load(row + u * UNIT), load(row + u * UNIT + 16), out[u]);
 }
 
-HF_INLINE float scale_number(const uint8_t* p, int type) {
-  if (type == HF_FLOAT_SCALES) {
+NATIVE_INLINE float scale_number(const uint8_t* p, int type) {
+  if (type == NATIVE_FLOAT_SCALES) {
     float number;
     memcpy(&number, p, 4);
     return number;
   }
   uint16_t bits;
   memcpy(&bits, p, 2);
-  return type == HF_HALF_SCALES ? element(Half{bits}) : element(Bf16{bits});
+  return type == NATIVE_HALF_SCALES ? element(Half{bits}) : element(Bf16{bits});
 }
 
 // Some units of a panel.
@@ -173,7 +176,7 @@ struct UnitPanel {
   int ahead;               // bytes by which they are fetched, or 0
   const uint8_t* factors;  // of all units of the panel, if they have common ones
   int place;               // of the first unit, from that of the panel's first factors on
-  HF_INLINE_MEMBER const uint8_t* factors_of(int unit) const {
+  NATIVE_INLINE_MEMBER const uint8_t* factors_of(int unit) const {
     return factors + (place + unit) / UNITS_TOGETHER * form.factor_bytes();
   }
 };
@@ -198,15 +201,16 @@ inline float number_of_unit(const UnitPanel& panel, int u, int k, int n) {
   const int code = code_of_unit(form, unit, k, n), middle = 1 << (form.bits - 1);
   if (form.has_factors()) {
     const uint8_t* factors = panel.factors_of(u);
-    const float factor = scale_number(factors + 2 * n, HF_HALF_SCALES);
-    if (form.offset == HF_BYTE_HALVES) return (float)(code - middle) * ((float)(int8_t)(k < 16 ? scales : offsets)[n] * factor);
-    const float minimum = scale_number(factors + 2 * UNIT_OUTPUTS + 2 * n, HF_HALF_SCALES) * (float)offsets[n];
+    const float factor = scale_number(factors + 2 * n, NATIVE_HALF_SCALES);
+    if (form.offset == NATIVE_BYTE_HALVES)
+      return (float)(code - middle) * ((float)(int8_t)(k < 16 ? scales : offsets)[n] * factor);
+    const float minimum = scale_number(factors + 2 * UNIT_OUTPUTS + 2 * n, NATIVE_HALF_SCALES) * (float)offsets[n];
     return (float)code * (factor * (float)scales[n]) - minimum;
   }
   const float scale = scale_number(scales + n * bytes_of_scale(form.scales), form.scales);
-  if (form.offset == HF_MINIMA)
+  if (form.offset == NATIVE_MINIMA)
     return (float)code * scale + scale_number(offsets + n * bytes_of_scale(form.scales), form.scales);
-  return (float)(code - (form.offset == HF_ZERO_POINTS ? offsets[n] : middle)) * scale;
+  return (float)(code - (form.offset == NATIVE_ZERO_POINTS ? offsets[n] : middle)) * scale;
 }
 
 }  // namespace

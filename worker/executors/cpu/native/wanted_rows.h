@@ -16,7 +16,9 @@ template <class W> void Decoder<W>::list_wanted() {
   int begin = (int)sequences.size();
   for (int i = 0, s = 0; i < step.num_wanted; i++) {
     int row = (int)step.wanted[i];
-    auto holds = [&] { return row >= sequences[s].first_row && row < sequences[s].first_row + sequences[s].num_tokens; };
+    auto holds = [&] {
+      return row >= sequences[s].first_row && row < sequences[s].first_row + sequences[s].num_tokens;
+    };
     bool follows = i > 0 && row == step.wanted[i - 1] + 1 && holds();
     while (!holds()) s = (s + 1) % begin;
     if (follows) sequences.back().num_tokens++, units.back().end++;
