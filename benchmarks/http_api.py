@@ -1,6 +1,6 @@
 """CPU of a router's HTTP API per streamed token, beside a bare application on its server that sends prepared bytes.
 
-    python -m benchmarks.http_door [--streams 64] [--steps-per-s 25] [--seconds 1.5] [--rounds 8] [--json FILE]
+    python -m benchmarks.http_api [--streams 64] [--steps-per-s 25] [--seconds 1.5] [--rounds 8] [--json FILE]
 
 No model: a replica that only counts gives each stream a token a step, over the real link, so the router's figure has
 the link, the text and the JSON in it. Clients count events, so a router that falls behind and sends several tokens in

@@ -29,6 +29,7 @@ from holdfast.worker.executors.stored_matrix import StoredMatrix, for_all
 from holdfast.worker.models.reference_functions import (
     activated,
     convolved,
+    delta_parts,
     delta_rule,
     gated,
     product,
@@ -244,7 +245,7 @@ class Reference:
     def _recur(self, net: GatedDeltaNet, x: Tensor) -> Tensor:
         """Gated DeltaNet over [T, hidden] of one sequence from its first position on."""
         keys, values = net.num_key_heads * net.key_dim, net.num_value_heads * net.value_dim
-        mixed, b, rest = torch.split(self._linear(net.inputs, x), self._delta_parts(net), -1)
+        mixed, b, rest = torch.split(self._linear(net.inputs, x), delta_parts(net), -1)
         rest = rest if net.gates is None else self._linear(net.gates, rest)
         a, z = rest[:, :-values], rest[:, -values:]
         q, k, v = torch.split(F.silu(self._convolved(net, mixed)), [keys, keys, values], -1)
@@ -260,12 +261,6 @@ class Reference:
         return self._row_parallel(
             net.output, (self._norm(net.norm, delta_rule(q, k, v, decay, b.sigmoid())) * gate).flatten(1)
         )
-
-    @staticmethod
-    def _delta_parts(net: GatedDeltaNet) -> list[int]:
-        """Lengths of what is mixed, of rates, and of gates or their inputs, among the outputs of `inputs`."""
-        first = [net.num_channels, net.num_value_heads]
-        return [*first, net.inputs.out_features - sum(first)]
 
     def _convolve(self, conv: ShortConv, x: Tensor) -> Tensor:
         """The short convolution over [T, hidden] of one sequence from its first position on."""

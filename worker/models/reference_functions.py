@@ -6,6 +6,7 @@ from torch import Tensor
 
 from holdfast.worker.executors.coded import FAR, FAR_FROM, LINE, UNIT
 from holdfast.worker.executors.layout import Activation, Experts, Mlp, Rotary
+from holdfast.worker.executors.state_layers import GatedDeltaNet
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
@@ -96,6 +97,12 @@ def convolved(x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
     windows = torch.cat((x.new_zeros(width - 1, x.shape[1]), x)).unfold(0, width, 1)
     sums: Tensor = (windows * kernel.to(x.dtype)).sum(-1)
     return sums if bias is None else sums + bias.to(x.dtype)
+
+
+def delta_parts(net: GatedDeltaNet) -> list[int]:
+    """Lengths of what is mixed, of rates, and of gates or their inputs, among the outputs of `net.inputs`."""
+    first = [net.num_channels, net.num_value_heads]
+    return [*first, net.inputs.out_features - sum(first)]
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, *, recalls: bool = True) -> Tensor:

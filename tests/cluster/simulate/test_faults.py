@@ -96,7 +96,8 @@ def test_simulations_keep_every_promise(seeds):
     tally, num_in_storms = campaign.tally, sum(len(storm(seed)) for seed in seeds)
     assert tally.num_simulations == num_seeds
     assert tally.num_requests > 75 * num_seeds
-    assert tally.outcomes["completed"] > 0.7 * (tally.num_requests - num_in_storms - tally.outcomes["quarantined"])
+    share = 0.7 if seeds == FEW_SEEDS else 0.8  # the few were chosen for their faults
+    assert tally.outcomes["completed"] > share * (tally.num_requests - num_in_storms - tally.outcomes["quarantined"])
     assert tally.outcomes["expired"] > 0.5 * num_in_storms > 2.5 * num_seeds
     assert tally.faults.keys() == KINDS.keys()
     assert min(tally.num_reconnects, tally.num_condemned, tally.num_turned_away) > 0

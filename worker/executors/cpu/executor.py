@@ -368,8 +368,6 @@ class CpuExecutor:
     def _residual(self, num_rows: int) -> Tensor:
         return self._view(self._library.native_decoder_residual(self._decoder), num_rows, self._hidden)
 
-    # --- adapters ---
-
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the model, which adapters are rounded to."""
@@ -385,8 +383,6 @@ class CpuExecutor:
         if adapter is not None:
             self._adapters[slot] = adapter
 
-    # --- for proofs ---
-
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
         """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their pages. A layer that
         reads keys and values of another finds those that the other makes of the same rows.
@@ -394,8 +390,7 @@ class CpuExecutor:
         if (source := self._kv_sources[index]) is not None:
             self.run_layer(source, x, batch)
         step = self._begin(batch, False, first_layer=index)
-        residual = self._residual(len(x))
-        residual.copy_(x)
+        (residual := self._residual(len(x))).copy_(x)
         if self._in_one_call:
             self._go(3 * index + 1, 3 * index + 4, index)
         else:

@@ -5,8 +5,7 @@ from typing import Any, Final
 
 from holdfast.worker.draws import DRAW_TYPES, PENALTIES
 
-KEPT_AS_INT8: Final = 1
-"""Value of `kept_as`: keys and values are codes; 0: numbers of the model's dtype."""
+KEPT_AS_INT8: Final = 1  # value of `kept_as`: keys and values are codes; 0: numbers of the model's dtype
 
 
 class NativeUnits(Structure):
@@ -396,6 +395,6 @@ _OF_MODEL = (
     *(NativeUnits, NativePanel, NativeLinear, NativeNorm, NativeMlp, NativeExperts, NativeRotary, NativeShortConv),
     *(NativeRecurrence, NativeLatent, NativeLayerInput, NativeTokenInputs, NativeLayer, NativeExchange, NativeModel),
 )
-_OF_STEPS = (NativeStep, NativeEdits, NativeDraw, NativeDrawn, NativeAttention, NativeAttentionRows)
-SIZES = {kind.__name__: kind for kind in (*_OF_MODEL, *_OF_STEPS, NativeSpan, NativeAdapted, NativeAdapter)}
+_OF_STEPS = (NativeStep, NativeEdits, NativeDraw, NativeDrawn, NativeAttention, NativeAttentionRows, NativeSpan)
+SIZES = {kind.__name__: kind for kind in (*_OF_MODEL, *_OF_STEPS, NativeAdapted, NativeAdapter)}
 """Sizes that must equal the library's own: a field that is missing here would shift all others."""
