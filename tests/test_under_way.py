@@ -73,7 +73,7 @@ def test_a_sweep_asks_again_for_a_blow_that_came_too_late():
         name = "a blow"
 
         async def choose(self, cluster, is_over):
-            return SimpleNamespace(id="r")
+            return SimpleNamespace(id="r", send=lambda signal: None)
 
         async def strike(self, victim) -> None:
             blows.append(victim)

@@ -23,27 +23,27 @@ SOURCES: Final = Path(__file__).parent / "native"
 _COMMON: Final = ("-std=c++17", "-O2", "-ffp-contract=off", "-fPIC", "-Wno-maybe-uninitialized")
 _AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
 _AVX512: Final = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-_VNNI: Final = ("-mavx512vnni", "-DHF_VNNI")
+_VNNI: Final = ("-mavx512vnni", "-DNATIVE_VNNI")
 
 CLASSES: Final = {
-    "amx": (*_AVX512, *_VNNI, "-mavx512bf16", "-DHF_AMX"),
-    "avx512bf16": (*_AVX512, *_VNNI, "-mavx512bf16", "-DHF_PAIRS"),
+    "amx": (*_AVX512, *_VNNI, "-mavx512bf16", "-DNATIVE_AMX"),
+    "avx512bf16": (*_AVX512, *_VNNI, "-mavx512bf16", "-DNATIVE_PAIRS"),
     "avx512": _AVX512,
     "avx2": _AVX2,
 }
 """Flags of each instruction class, best first."""
 
 IN_SOFTWARE: Final = {
-    "tiles512": (*_AVX512, "-DHF_SOFTWARE_TILES", "-DHF_BF16_ALONE"),
-    "tiles2": (*_AVX2, "-DHF_SOFTWARE_TILES", "-DHF_BF16_ALONE"),
-    "pairs2": (*_AVX2, "-DHF_PAIRS", "-DHF_VNNI", "-DHF_BF16_ALONE"),
+    "tiles512": (*_AVX512, "-DNATIVE_SOFTWARE_TILES", "-DNATIVE_BF16_ALONE"),
+    "tiles2": (*_AVX2, "-DNATIVE_SOFTWARE_TILES", "-DNATIVE_BF16_ALONE"),
+    "pairs2": (*_AVX2, "-DNATIVE_PAIRS", "-DNATIVE_VNNI", "-DNATIVE_BF16_ALONE"),
 }
 """The logic of `amx` and `avx512bf16` with their instructions in software: for tests anywhere. For bf16 alone."""
 
 _COMPILERS: Final = (("g++",), ("clang++",), ("c++",))
 
 
-_ANY_CLASS: Final = {**CLASSES, **IN_SOFTWARE, "any": (), "pairs": ("-DHF_PAIRS",)}
+_ANY_CLASS: Final = {**CLASSES, **IN_SOFTWARE, "any": (), "pairs": ("-DNATIVE_PAIRS",)}
 
 
 class NoCompilerError(RuntimeError):
@@ -123,7 +123,7 @@ class _Part(NamedTuple):
 def _parts(name: str) -> list[_Part]:
     """Object files that a library is linked from. Only bf16 has tiles or pairs: classes share the plain dtypes."""
     lanes = "avx2" if name in ("avx2", "tiles2", "pairs2") else "avx512"
-    order = "pairs" if "-DHF_PAIRS" in _ANY_CLASS[name] else "any"
+    order = "pairs" if "-DNATIVE_PAIRS" in _ANY_CLASS[name] else "any"
     parts = [_Part("executor", name), _Part("sampler", lanes), _Part("packing", order)]
     parts += [_Part("packing_units", "any"), _Part("compact", "any"), _Part("pool", "any"), _Part("quantize", "avx2")]
     return [*parts, _Part("plain", lanes)] if name in CLASSES else parts

@@ -1,6 +1,7 @@
 """Libraries are compiled once and not used when they are stale; without a compiler a start is refused."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,14 @@ def test_a_library_is_compiled_once(compiler):
     assert library.path_of("avx2") == path
     assert len(calls(compiler)) == 9
     assert [entry.name for entry in path.parent.iterdir() if entry.name != ".lock"] == ["avx2.so"]
+
+
+def test_each_definition_that_chooses_a_class_is_read_by_the_sources():
+    sources = "".join(path.read_text() for path in build.SOURCES.iterdir() if path.suffix in (".h", ".cpp"))
+    flags = {flag for own in (*build.CLASSES.values(), *build.IN_SOFTWARE.values()) for flag in own}
+    defined = {flag.removeprefix("-D") for flag in flags if flag.startswith("-D")}
+    assert {"NATIVE_AMX", "NATIVE_PAIRS", "NATIVE_VNNI"} <= defined
+    assert {name for name in defined if not re.search(rf"\b{name}\b", sources)} == set()
 
 
 def test_parts_that_classes_share_are_compiled_once(compiler, tmp_path):
