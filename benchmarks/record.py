@@ -28,7 +28,7 @@ _WIDTH: Final = "120"  # columns of the printed tables
 def record(name: str, module: str, arguments: list[str], folder: Path = RESULTS) -> Path:
     """Runs `python -m module arguments` and returns the file. Raises `CalledProcessError` where the benchmark fails."""
     facts: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", module, *arguments]),
+        "command": shlex.join(["python", "-m", module, *arguments]).replace(str(Path.home()), "~"),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
