@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.worker.cache.window_blocks import WindowBlocks, WindowPrefix, WindowTable
+from holdfast.worker.cache.window_blocks import WindowBlocks, WindowPrefix
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.executors.cpu.cache import BlockForm
-from holdfast.worker.model_info import Window
 from holdfast.worker.models.memory import MemoryEstimator
 from holdfast.worker.request import EngineRequest, Priority
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.scheduler.sequence import Sequence
+from tests.cluster.simulate.planted_in_replicas import give_back_what_a_window_sees
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import load, on_ranks, worker_config
 from tests.parity.hybrids import Said, request, run_all, scheduler_of, start, told_alone
@@ -200,18 +200,6 @@ def test_the_estimate_is_what_is_loaded(folder, leader):
 # --- mistakes, planted ---
 
 
-def give_back_a_block_too_early(patch: pytest.MonkeyPatch) -> None:
-    give_back = WindowBlocks.give_back
-
-    def careless(blocks: WindowBlocks, table: WindowTable, num_tokens: int) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            last = num_tokens // blocks.window.block_size - 1
-            inner.setattr(Window, "first_block", lambda window, position: max(0, last))
-            give_back(blocks, table, num_tokens)
-
-    patch.setattr(WindowBlocks, "give_back", careless)
-
-
 def find_other_blocks_than_those_of_the_window(patch: pytest.MonkeyPatch) -> None:
     found = WindowBlocks.find
 
@@ -224,7 +212,7 @@ def find_other_blocks_than_those_of_the_window(patch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     ("mistake", "prefix_caching"),
-    [(give_back_a_block_too_early, False), (find_other_blocks_than_those_of_the_window, True)],
+    [(give_back_what_a_window_sees, False), (find_other_blocks_than_those_of_the_window, True)],
 )
 def test_a_planted_mistake_shows(mistake, prefix_caching, folder_of, requests, monkeypatch):
     leader = load(config_of(folder_of("larger blocks for all")))

@@ -92,8 +92,7 @@ class Scheduler:
         """Slots of resident adapters, by digest; requests with others are not added."""
         self._sequences: dict[Hashable, Sequence] = {}  # those that have not ended, by key
         self._in_flight: list[StepInFlight] = []  # plans that are not committed, at most two, the older first
-        self._num_added = 0
-        self._num_plans = 0
+        self._num_added = self._num_plans = 0
 
     # --- Requests ---
 
