@@ -276,6 +276,11 @@ class Dispatch:
         return len(self._requests)
 
     @property
+    def num_withdrawn(self) -> int:
+        """Attempts that replicas were told to abort and whose ends they have not reported."""
+        return self._requests.num_withdrawn
+
+    @property
     def num_queued(self) -> int:
         return self._queue.num_waiting
 

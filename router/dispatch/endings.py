@@ -154,10 +154,14 @@ class StepOutputs:
             state = self._requests.running(replica, delta.attempt)
             if state is not None:
                 actions += self._advance(state, delta, now)
+            elif delta.finish_reason is not None:
+                self._requests.note_end(delta.attempt)
         for rejection in update.rejections:
             state = self._requests.running(replica, rejection.attempt)
             if state is not None:
                 actions += self._refuse(state, rejection.error, now)
+            else:
+                self._requests.note_end(rejection.attempt)
         return actions
 
     def _advance(self, state: RequestState, delta: TokenDelta, now: float) -> list[Action]:

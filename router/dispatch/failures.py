@@ -12,7 +12,7 @@ from holdfast.router.dispatch.replica_registry import ReplicaRegistry
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.request import PoisonRisk
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, PoisonRisk
 
 
 class Outages:
@@ -81,9 +81,7 @@ class Quarantine:
         If suspects of other routers were there, one of those may be the cause: the crash then convicts none.
         """
         for state in lost:
-            state.num_replicas_lost += 1
-            state.num_replicas_lost_in_a_row += 1
-            state.is_suspect = state.num_replicas_lost_in_a_row >= self._max_lost
+            self._count(state)
         suspects = [state for state in lost if state.is_suspect]
         on_trial = [state for state in lost if state.status is RequestStatus.ON_TRIAL]
         if on_trial and not num_foreign_suspects:
@@ -91,6 +89,21 @@ class Quarantine:
         is_certain = len(suspects) == 1 and not on_trial and not num_foreign_suspects and _has_run(suspects[0], now)
         limit = LIFETIME_FACTOR * self._max_lost
         return [state for state in lost if state.num_replicas_lost >= limit or (is_certain and state in suspects)]
+
+    def count_withdrawn(self, states: Sequence[RequestState]) -> None:
+        """Counts a crash against requests that the replica had not yet reported as aborted.
+
+        One that has since brought output elsewhere for `NUM_STEPS_TO_CLEAR` steps is cleared of it. None is a culprit
+        by this crash alone: each runs on another replica, or waits.
+        """
+        for state in states:
+            if state.num_steps < NUM_STEPS_TO_CLEAR:
+                self._count(state)
+
+    def _count(self, state: RequestState) -> None:
+        state.num_replicas_lost += 1
+        state.num_replicas_lost_in_a_row += 1
+        state.is_suspect = state.num_replicas_lost_in_a_row >= self._max_lost
 
     def poison_risk(self, state: RequestState) -> PoisonRisk:
         """Poison risk to send with the request to a replica."""

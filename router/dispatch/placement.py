@@ -170,7 +170,7 @@ class Placement:
 
     def suspend(self, state: RequestState, now: float) -> SendAbort:
         """Takes back the attempt of a request whose client does not read: its replica has room for others."""
-        attempt = self._requests.end_attempt(state)
+        attempt = self._requests.withdraw_attempt(state)
         self.stats.note_taken_back(state, RequestEvent.SUSPEND, now)
         state.note(RequestEvent.SUSPEND)
         return SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number)
@@ -185,8 +185,10 @@ class Placement:
 
         The loss of a retiring replica is expected, so its requests are not suspected.
         """
-        lost = self._requests.on(replica)
+        lost, withdrawn = self._requests.on(replica), self._requests.pop_withdrawn(replica)
         is_sudden = bool(lost) and not replica.is_retiring
+        if not replica.is_retiring:
+            self.quarantine.count_withdrawn(withdrawn)
         culprits = self.quarantine.culprits(lost, now, replica.load.num_foreign_suspects) if is_sudden else []
         if not replica.is_retiring:
             self.stats.replicas_lost[replica.facts.model] += 1
@@ -317,7 +319,7 @@ class Placement:
 
     def _move(self, state: RequestState, target: ReplicaState, now: float) -> list[Action]:
         """Ends an attempt, and begins one on another replica."""
-        attempt = self._requests.end_attempt(state)
+        attempt = self._requests.withdraw_attempt(state)
         self.stats.note_taken_back(state, RequestEvent.MOVE, now)
         abort = SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number)
         return [abort, self.send(state, target, now, RequestEvent.MOVE)]

@@ -40,6 +40,10 @@ class RequestTable:
         """The open sequences of each client's request. To be read only."""
         self.by_attempt: dict[Hashable, RequestState] = {}
         """Requests that run. Read-only; `running` says which of them run on a replica."""
+        self._withdrawn: dict[Hashable, tuple[ReplicaState, RequestState]] = {}
+        """Attempts that a replica was told to abort because their requests continue elsewhere, until it reports their
+        ends: a step that it runs meanwhile may still crash it.
+        """
         self._last_attempt = 0
         self._siblings = Counter[tuple[Hashable, str]]()
         """Attempts of each group of siblings on each replica."""
@@ -120,6 +124,27 @@ class RequestTable:
             self._count_sibling(state, attempt.replica, -1)
         return attempt
 
+    def withdraw_attempt(self, state: RequestState) -> Attempt:
+        """`end_attempt` for a request that continues elsewhere while its replica still has to take the abort."""
+        attempt = self.end_attempt(state)
+        self._withdrawn[attempt.number] = attempt.replica, state
+        return attempt
+
+    def note_end(self, attempt: Hashable) -> None:
+        """A replica has reported the end of an attempt that runs no more: it cannot crash the replica from now on."""
+        self._withdrawn.pop(attempt, None)
+
+    @property
+    def num_withdrawn(self) -> int:
+        """Withdrawn attempts whose ends no replica has reported."""
+        return len(self._withdrawn)
+
+    def pop_withdrawn(self, replica: ReplicaState) -> list[RequestState]:
+        """The open requests whose withdrawn attempts a lost replica may have been running."""
+        numbers = [number for number, (home, _) in self._withdrawn.items() if home is replica]
+        states = [self._withdrawn.pop(number)[1] for number in numbers]
+        return [state for state in states if self._states.get(state.key) is state]
+
     def running(self, replica: ReplicaState, attempt: Hashable) -> RequestState | None:
         """The request that an attempt is for, unless the attempt has ended, or is another replica's."""
         return self.by_attempt.get(attempt) if attempt in replica.attempts else None
@@ -136,6 +161,7 @@ class RequestTable:
             assert state.status.is_waiting or state.status.has_attempt or is_suspended, f"{state.request_id} is over"
             assert state.status.has_attempt == (state.attempt is not None), f"{state.request_id}: {state.status}"
         assert sum(map(len, self.by_request.values())) == len(self._states)
+        assert not self._withdrawn.keys() & self.by_attempt.keys(), "a withdrawn attempt runs"
         running = {key: state.attempt for key, state in self._states.items() if state.attempt is not None}
         assert len(running) == len(self.by_attempt)
         for sequence, attempt in running.items():

@@ -224,6 +224,8 @@ class Checks:
             require(router.is_up and not router.is_frozen, f"{router} did not come back")
             num_open = router.dispatch_host.dispatch.num_open
             require(num_open == 0, f"{router}: {num_open} records leaked")
+            num_withdrawn = router.dispatch_host.dispatch.num_withdrawn
+            require(num_withdrawn == 0, f"{router}: {num_withdrawn} withdrawn attempts were never reported as ended")
             require(router.num_links_up == len(self._replicas), f"{router}: {router.num_links_up} links are up")
         for replica in self._replicas:
             require(replica.is_up and not replica.is_frozen, f"{replica} did not come back")

@@ -13,7 +13,7 @@ from holdfast.router.dispatch.request_stream import BEHIND_AT_LEAST_S, OutputStr
 from holdfast.router.dispatch.timeline import Cause
 from holdfast.router.events import SendAbort, SendSubmit
 from holdfast.worker.errors import ByteBudgetError, DeadlineExceededError, ReplicaError
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_update import PlainTokens, StepUpdate
 from tests.router.core import Core, LetterText, aborts, delivered, delta, facts, failure, load, sent, two_replicas
@@ -57,6 +57,38 @@ def test_a_suspended_request_leaves_its_replica_to_others_and_goes_on_after_its_
     assert not core.dispatch.stats.pause_s
 
 
+@pytest.mark.parametrize("end_is_reported", [False, True])
+def test_a_crash_counts_against_a_request_until_the_replica_reports_its_abort(end_is_reported):
+    core = Core()
+    core.up("r")
+    first = sent(core.submit("slow"))
+    core.step(delta(first.attempt, 0, 0))
+    suspend(core, "slow")
+    if end_is_reported:
+        core.step(delta(first.attempt, 1, finish=FinishReason.ABORT))
+    assert core.dispatch.num_withdrawn == (0 if end_is_reported else 1)
+    state = core.dispatch._requests[core.key("slow")]
+    core.down("r")
+    assert state.num_replicas_lost == state.num_replicas_lost_in_a_row == (0 if end_is_reported else 1)
+    assert core.dispatch.num_withdrawn == 0
+
+
+def test_a_request_that_goes_on_elsewhere_is_cleared_of_the_crash_of_the_replica_it_left():
+    core = Core()
+    core.up("r")
+    first = sent(core.submit("slow"))
+    core.step(delta(first.attempt, 0, 0))
+    suspend(core, "slow")
+    core.dispatch.replica_retiring("r", True, core.now)
+    core.up("s")
+    second = sent(go_on(core, "slow"))
+    core.dispatch.replica_retiring("r", False, core.now)
+    for index in range(1, NUM_STEPS_TO_CLEAR + 1):
+        core.step(delta(second.attempt, index, index), replica_id="s")
+    core.down("r")
+    assert core.dispatch._requests[core.key("slow")].num_replicas_lost == 0
+
+
 ENDS: dict[str, Callable[[Core], list]] = {
     "cancelled": lambda core: core.cancel("x"),
     "aborted": lambda core: core.abort("x"),
@@ -89,6 +121,7 @@ def test_the_loss_of_its_replica_is_nothing_to_a_suspended_request():
     first = sent(core.submit("x"))
     core.step(delta(first.attempt, 0, 0), replica_id=first.replica_id)
     suspend(core, "x")
+    core.step(delta(first.attempt, 1, finish=FinishReason.ABORT), replica_id=first.replica_id)
     assert core.down(first.replica_id) == []
     assert sent(go_on(core, "x")).request.output_token_ids == (0,)
     state = core.dispatch._requests[core.key("x")]
