@@ -124,7 +124,7 @@ class ConnectionGuard:
     @property
     def suspects(self) -> bool:
         """Whether it is to be found out of each call, before its message comes, on which connection it is."""
-        return self._guarded.suspects(self._clock())
+        return self.budgets.suspects(self._clock())
 
     def call(self, grpc_peer: str, *, has_key: bool) -> bool:
         """A call has begun on this connection. False if the connection is cut off and the call gets no answer."""

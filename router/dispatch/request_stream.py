@@ -304,11 +304,6 @@ class RequestStream:
         """Tokens that wait for the reader, of all sequences; none of a reader that waits for their ends."""
         return sum(stream.num_unread for stream in self.streams if stream.notifies_each_step)
 
-    def await_ends(self) -> None:
-        """Notifies the sink only when a sequence ends, so that the reader is not woken by every step."""
-        for stream in self._unread.values():
-            stream.notifies_each_step = False
-
     def poll(self) -> OutputDelta | None:
         """New output of one sequence that the sink has not taken, if there is any; sequences take turns.
 

@@ -144,6 +144,7 @@ class Overload:
             OverloadAction.CLOSE_GREEDIEST: config.close_greediest_at,
             OverloadAction.SHED_RESUMED: 1.0,
         }
+        self._first_start = min(self._starts.values())
         self._loop_delay = LoopDelay(MOST_DELAY * config.max_loop_delay_s)
         self._readings = Readings()
         self._closed_at: float | None = None
@@ -167,6 +168,8 @@ class Overload:
 
     def _update(self, now: float) -> None:
         self.pressures = pressures(self._config, self._max_memory, self._readings, self._loop_delay.at(now))
+        if not self.active and max(self.pressures.values()) < self._first_start:
+            return
         active: dict[OverloadAction, Resource] = {}
         for action, start in self._starts.items():
             resource, pressure = highest(self.pressures, _CAUSES[action])

@@ -91,7 +91,8 @@ class SampledAnswer(RequestStream):
         whenever there is more of it before that; without it the task is woken by ends alone.
         """
         if on_delta is None:
-            self.await_ends()
+            for stream in self.streams:
+                stream.notifies_each_step = False
         pieces = self._pieces
         while not self.is_over:
             if not self.is_set:

@@ -144,6 +144,7 @@ class RequestAdmission:
         self._tokenizers = tokenizers
         self._limits = limits
         self._gate = gate
+        self._asks_for_keys = gate.is_locked
         self._open_answers = open_answers
         self._stats = stats
         self._overload = overload
@@ -201,11 +202,12 @@ class RequestAdmission:
             request.check(self._limits)
         else:
             await self._tokenizers.check(request.chat, request.check, self._limits)
-        caller, clock = self._gate.caller(), self._dispatch_host.now
+        caller, clock = self._gate.caller() if self._asks_for_keys else ANYONE, self._dispatch_host.now
         now = clock()
         if caller is not ANYONE:
             request = caller.charged(request, now)
-        self.check_tenant(request.tenant)
+        if self._limits.max_open_per_tenant is not None:
+            self.check_tenant(request.tenant)
         timeout_s = self._limits.default_timeout_s if request.timeout_s is None else request.timeout_s
         deadline = now + (timeout_s if time_remaining_s is None else min(timeout_s, time_remaining_s))
         model = self._dispatch_host.dispatch.registry.statuses.get(request.model) or self._model(request.model, caller)

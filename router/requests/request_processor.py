@@ -200,9 +200,10 @@ class RequestProcessor:
         has_siblings = admitted.request.sampling_params.num_sequences > 1
         for one in siblings(admitted.request) if has_siblings else (admitted.request,):
             sequences.append(await admission.sequence(admitted, one, request.resume))
-        admission.check_open()
-        # Once more: others may have come meanwhile.
-        admission.check_tenant(admitted.request.tenant)
+        if request.resume is not None:  # its output was read on another thread
+            admission.check_open()
+        if self._limits.max_open_per_tenant is not None:  # once more: others may have come meanwhile
+            admission.check_tenant(admitted.request.tenant)
         answer.open(self._dispatch_host, sequences, answer, echo=admitted.echo, watch=admitted.note)
         answer.sequences = sequences
         if request.resume is not None:

@@ -247,10 +247,6 @@ class GuardedConnections:
     def has_to_cut(self) -> bool:
         return bool(self._to_cut)
 
-    def suspects(self, now: float) -> bool:
-        """Same as `ConnectionBudgets.suspects`."""
-        return self.budgets.suspects(now)
-
     def call(self, name: str, *, has_key: bool, now: float) -> bool:
         """A call has begun on this connection. False if the connection is cut off and the call gets no answer."""
         connection = self._named(name, now)

@@ -270,7 +270,7 @@ class RouterApis:
         self._num_pending[connection] -= num_streams
         now, guarded = self._host.timeline.now, self.guarded
         for _ in range(num_streams):
-            guarded.reset(connection.peer if guarded.suspects(now) else "", began_at=now, now=now)
+            guarded.reset(connection.peer if guarded.budgets.suspects(now) else "", began_at=now, now=now)
         self._cut()
 
     def _cut(self) -> None:

@@ -228,7 +228,7 @@ class HttpApi:
             if isinstance(response, Response):
                 response.headers.update(self._load_header(request))
             if isinstance(response, EventStream):
-                response.on_status = lambda status: self._count(path, status)
+                response.on_status = partial(self._count, path)
             elif isinstance(response, Response):
                 self._count(path, response.status_code)
             return response

@@ -84,7 +84,7 @@ class Completions:
         self._waiting: dict[int, TokensWithText] = {}
         """Tokens that wait for their text, by choice of a stream."""
         self._tells_logprobs = body.given("logprobs") is not None
-        self._order = _PromptsFirst(len(answers), self._per_prompt if self._tells_prompts else 1)
+        self._order = _PromptsFirst(len(answers)) if self._per_prompt > 1 and self._tells_prompts else None
         self._is_plain = not (
             body.tells_usage_always
             or body.return_token_ids
@@ -152,13 +152,19 @@ class Completions:
         usage = together(self._usages, share_prompt=False)
         return event_of({**self._head, "choices": [], "usage": usage_of(usage)}) + DONE
 
-    async def numbered(self) -> AsyncIterator[OutputDelta]:
+    def numbered(self) -> AsyncIterator[OutputDelta]:
         """The deltas of all answers, numbered as their choices are."""
-        for number, answer in enumerate(self._answers):
-            if isinstance(answer, SampledAnswer) and any(one.sequence_index == 0 for one in answer.received):
-                self._order.has_begun(number)
-        async for number, delta in _side_by_side(self._answers):
-            for one in self._order.of(number, delta):
+        streamed = [answer for answer in self._answers if isinstance(answer, SampledAnswer)]
+        assert len(streamed) == len(self._answers), "beam searches are not streamed"
+        return streamed[0] if len(streamed) == 1 and self._order is None else self._of_all(streamed)
+
+    async def _of_all(self, streamed: Sequence[SampledAnswer]) -> AsyncIterator[OutputDelta]:
+        order = self._order
+        for number, answer in enumerate(streamed):
+            if order is not None and any(one.sequence_index == 0 for one in answer.received):
+                order.has_begun(number)
+        async for number, delta in _side_by_side(streamed):
+            for one in [delta] if order is None else order.of(number, delta):
                 yield self._numbered(number, one)
 
     def _with_text(self, delta: OutputDelta) -> OutputDelta | None:
@@ -258,11 +264,9 @@ class _PromptsFirst:
     log-probabilities: they are those of all.
     """
 
-    def __init__(self, num_prompts: int, num_choices: int) -> None:
-        """Holds nothing back if there is one choice."""
-        self._known: list[tuple[TokenLogprob | None, ...] | None] = [None if num_choices > 1 else ()] * num_prompts
+    def __init__(self, num_prompts: int) -> None:
+        self._known: list[tuple[TokenLogprob | None, ...] | None] = [None] * num_prompts
         self._held: list[list[OutputDelta]] = [[] for _ in range(num_prompts)]
-        self._is_alone = num_choices == 1
 
     def has_begun(self, number: int) -> None:
         """The client of a resumed stream has the first choice's beginning."""
@@ -270,8 +274,6 @@ class _PromptsFirst:
 
     def of(self, number: int, delta: OutputDelta) -> list[OutputDelta]:
         """Deliveries that can be sent now."""
-        if self._is_alone:
-            return [delta]
         if self._known[number] is None:
             if delta.sequence_index:
                 self._held[number].append(delta)
@@ -295,17 +297,11 @@ async def _all_of(answers: Sequence[SampledAnswer | BeamAnswer]) -> list[Generat
             tasks.pop().cancel()
 
 
-async def _side_by_side(answers: Sequence[SampledAnswer | BeamAnswer]) -> AsyncIterator[tuple[int, OutputDelta]]:
+async def _side_by_side(answers: Sequence[SampledAnswer]) -> AsyncIterator[tuple[int, OutputDelta]]:
     """The deltas of several answers as they come, with the number of each one's answer."""
-    streamed = [answer for answer in answers if isinstance(answer, SampledAnswer)]
-    assert len(streamed) == len(answers), "beam searches are not streamed"
-    if len(streamed) == 1:
-        async for delta in streamed[0]:
-            yield 0, delta
-        return
     arrived: asyncio.Queue[tuple[int, OutputDelta] | BaseException | None] = asyncio.Queue(maxsize=len(answers))
     async with AsyncExitStack() as stack:
-        for number, answer in enumerate(streamed):
+        for number, answer in enumerate(answers):
             task = asyncio.create_task(_pump(number, answer, arrived))
             stack.callback(task.cancel)
         num_open = len(answers)
