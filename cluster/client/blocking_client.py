@@ -85,7 +85,7 @@ class Handover(Generic[ItemT]):
                     await self._until_read()
         except asyncio.CancelledError:
             error = _closed_handover()
-        except BaseException as failure:  # to be raised on the other thread, whatever it is
+        except BaseException as failure:  # noqa: BLE001 - whatever it is, it is raised on the other thread
             error = failure
         self._queue.put(_End(error))
 

@@ -63,24 +63,13 @@ def check_hub(config: HoldfastConfig) -> None:
     """
     if local_folder(config) is not None:
         return
-    from huggingface_hub import snapshot_download
-
     hub_id = located(config.worker).model.model
     given = f"model.model = {hub_id!r}"
-    try:
-        folder = snapshot_download(
-            hub_id,
-            revision=config.model.revision,
-            cache_dir=config.model.download_dir,
-            allow_patterns=["config.json"],
-        )
-    except Exception as error:  # the hub client raises whatever its HTTP library does
-        reason = " ".join(str(error).split())[:200].rstrip(".")
-        raise ConfigurationError(
-            f"{given} is neither a local folder nor a model that the hub would give: {reason}. Is the name right, is "
-            f"this machine online, and does the model need HF_TOKEN? Or {_WAY_OUT}"
-        ) from error
-    _check_config(config, _read_config(Path(folder), given))
+    model = config.model
+    folder = weight_files.from_hub(
+        given, hub_id, ["config.json"], revision=model.revision, cache_dir=model.download_dir
+    )
+    _check_config(config, _read_config(folder, given))
 
 
 def local_folder(config: HoldfastConfig) -> Path | None:

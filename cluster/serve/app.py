@@ -169,7 +169,7 @@ def known_token(namespace: str) -> str | None:
         if namespace not in serve.status().applications:
             return None
         known = serve.get_deployment_handle(DIRECTORY, namespace).security.remote().result(timeout_s=ANSWER_S)
-    except Exception as error:  # Ray raises many kinds
+    except Exception as error:  # noqa: BLE001 - Ray raises many kinds
         logger.info("no directory has answered: %s", error)
         return None
     return str(known.token)
@@ -236,7 +236,7 @@ def _runs_already(config: HoldfastConfig) -> bool:
     """Whether the application with all models is there. One of a single model is new: an update makes another."""
     try:
         applications = serve.status().applications
-    except Exception as error:  # Ray raises many kinds
+    except Exception as error:  # noqa: BLE001 - Ray raises many kinds
         logger.info("Ray Serve did not return its status: %s", error)
         return False
     running = applications.get(config.cluster.namespace)

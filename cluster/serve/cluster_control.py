@@ -67,7 +67,7 @@ class ServeControl:
         def run() -> None:
             try:
                 put(self._done(change, report))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets it
                 put(error)
 
         self._changing = threading.Thread(target=run, name="change of models", daemon=True)

@@ -293,7 +293,7 @@ def _run(listening: socket.socket) -> NoReturn:
             become_worker(request)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1
-    except BaseException:  # as the interpreter says what it does not handle
+    except BaseException:  # noqa: BLE001 - as the interpreter says what it does not handle
         traceback.print_exc()
         code = 1
     sys.stdout.flush()

@@ -50,7 +50,7 @@ class PrivateRay:
         """Whether the GCS answers within `ANSWER_S`."""
         try:
             self._head.ask_gcs(ANSWER_S)
-        except Exception as error:  # Ray raises many classes here, without a common one
+        except Exception as error:  # noqa: BLE001 - Ray raises many classes here, without a common one
             logger.debug("Ray's GCS does not answer: %s", error)
             return False
         return True

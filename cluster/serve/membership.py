@@ -61,8 +61,8 @@ class Lease:
     async def _tell(self, method: Any, argument: object) -> None:
         try:
             await asyncio.wait_for(_call(method, argument), _TIMEOUT_S)
-        except Exception as error:  # Ray raises many kinds while a directory is replaced; a later turn tries again
-            logger.info("the directory did not answer: %s", error)
+        except Exception as error:  # noqa: BLE001 - Ray raises many kinds; a later turn tries again
+            logger.info("the directory did not answer: %r", error)
 
 
 class WatchedDirectory:
@@ -118,8 +118,8 @@ class WatchedDirectory:
         while True:
             try:
                 snapshot = await _call(self._handle.watch, seen_version)
-            except Exception as error:  # as in `Lease`
-                logger.info("the directory did not answer: %s", error)
+            except Exception as error:  # noqa: BLE001 - as in `Lease`
+                logger.info("the directory did not answer: %r", error)
                 await asyncio.sleep(RENEW_S)
             else:
                 assert isinstance(snapshot, Snapshot)
@@ -144,16 +144,16 @@ async def tell_demand(handle: Any, router_id: str, directory: WatchedDirectory, 
         try:
             await asyncio.wait_for(_call(handle.note_demand, router_id, demands), _TIMEOUT_S)
             last, told_s = demands, now_s
-        except Exception as error:  # as in `Lease`
-            logger.info("the directory did not answer: %s", error)
+        except Exception as error:  # noqa: BLE001 - as in `Lease`
+            logger.info("the directory did not answer: %r", error)
 
 
 async def has_other_routers(handle: Any, member_id: str) -> bool:
     """Whether routers other than this one serve. False where the directory does not say: it ends with the cluster."""
     try:
         snapshot = await asyncio.wait_for(_call(handle.watch, 0), _TIMEOUT_S)
-    except Exception as error:  # as in `Lease`
-        logger.info("the directory did not answer: %s", error)
+    except Exception as error:  # noqa: BLE001 - as in `Lease`
+        logger.info("the directory did not answer: %r", error)
         return False
     assert isinstance(snapshot, Snapshot)
     return any(router.member_id != member_id for router in snapshot.serving(Role.ROUTER))
@@ -164,8 +164,8 @@ async def cluster_security(handle: Any) -> ClusterSecurity:
     while True:
         try:
             security = await _call(handle.security)
-        except Exception as error:  # as in `Lease`
-            logger.info("the directory did not answer: %s", error)
+        except Exception as error:  # noqa: BLE001 - as in `Lease`
+            logger.info("the directory did not answer: %r", error)
             await asyncio.sleep(RENEW_S)
         else:
             assert isinstance(security, ClusterSecurity)

@@ -61,7 +61,7 @@ class NodeDrain:
         deadline_s = self.now_s() + limit_s
         try:
             is_head = self.announce(notice_s)
-        except Exception as error:  # Ray raises many kinds
+        except Exception as error:  # noqa: BLE001 - Ray raises many kinds
             logger.warning("Ray could not be notified that this node drains: %s", error)
             is_head, notice_s = False, 0.0
         if is_head:
@@ -118,7 +118,7 @@ def _announce(notice_s: float) -> bool:
     def ask() -> None:
         try:
             answers.append(_tell_ray(notice_s))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the thread that waits raises it
             answers.append(error)
 
     asking = threading.Thread(target=ask, daemon=True)
@@ -150,7 +150,7 @@ def _num_other_nodes() -> int:
 
     try:
         return sum(bool(node["Alive"]) for node in ray.nodes()) - 1
-    except Exception as error:  # Ray raises many kinds
+    except Exception as error:  # noqa: BLE001 - Ray raises many kinds
         logger.warning("Ray does not answer: %s", error)
         return 0
 

@@ -175,7 +175,7 @@ def ended_by_ray() -> int:
 
     try:
         workers = state._connect_and_get_accessor().get_worker_table()
-    except Exception as error:  # a GCS server that does not answer: others notice that
+    except Exception as error:  # noqa: BLE001 - a GCS server that does not answer: others notice that
         logger.debug("Ray did not return the ended processes: %s", error)
         return 0
     ended = map(WorkerTableData.FromString, workers)

@@ -129,7 +129,7 @@ def _live(life: Callable[[], None], stdin: int, reaper: int) -> None:
         life()
     except SystemExit as end:
         code = end.code
-    except BaseException:  # as the interpreter says what it does not handle
+    except BaseException:  # noqa: BLE001 - as the interpreter says what it does not handle
         traceback.print_exc()
         code = EXIT_FAILED
     sys.stdout.flush()

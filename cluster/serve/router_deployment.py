@@ -5,7 +5,6 @@ Serve handle as well.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import sys
@@ -161,14 +160,22 @@ class RouterDeployment:
 
     async def _until_linked(self) -> None:
         """Until it has reached every replica that serves, for so long at most: no request is to find it empty."""
-        with contextlib.suppress(Exception):  # Ray raises many kinds, and a limit: it serves all the same
+        try:
             async with asyncio.timeout(LINK_S):
                 while not self._is_ending and not await self._is_linked():
                     await asyncio.sleep(LINK_CHECK_S)
+        except TimeoutError:
+            logger.warning("this router serves, but has not reached every replica within %g s", LINK_S)
 
     async def _is_linked(self) -> bool:
-        """Whether it has reached what the directory has now: a replica that is lost meanwhile is not waited for."""
-        snapshot = await self._directory.watch.remote(0)
+        """Whether it has reached what the directory has now: a replica that is lost meanwhile is not waited for. False
+        while the directory does not answer.
+        """
+        try:
+            snapshot = await self._directory.watch.remote(0)
+        except Exception as error:  # noqa: BLE001 - Ray raises many kinds while a directory is replaced
+            logger.info("the directory did not answer: %r", error)
+            return False
         wanted = Counter(one.model for one in snapshot.serving(Role.REPLICA))
         linked = dict(self._lease.member.linked)
         return all(linked.get(name, 0) >= number for name, number in wanted.items())

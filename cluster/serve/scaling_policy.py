@@ -74,6 +74,6 @@ def _follow(ended: Any, latest: dict[str, Any], model: str, namespace: str, wait
         try:
             handle = handle or serve.get_deployment_handle(DIRECTORY, namespace)
             latest["heard"] = handle.demand.remote(model, wait_s).result(timeout_s=5.0)
-        except Exception as error:  # Ray raises many kinds while a directory is replaced
+        except Exception as error:  # noqa: BLE001 - Ray raises many kinds while a directory is replaced
             logger.info("the directory did not return the demand of %s: %s", model, error)
             handle = None

@@ -203,7 +203,7 @@ class Update:
         for step in undo:
             try:
                 step()
-            except Exception:
+            except Exception:  # the steps after it are done all the same
                 logger.exception("a step of taking back the update of %s failed", model)
 
     def _wait_for(self, application: str, number: int) -> list[Member]:

@@ -235,7 +235,7 @@ class RecentErrors(logging.Handler):
         """Keeps a warning or an error for health."""
         try:
             self._lines.append(_line(record)[:MAX_LENGTH])
-        except Exception:  # as in every handler: the caller that logs goes on, whatever is wrong with the record
+        except Exception:  # noqa: BLE001 - as in every handler: the caller that logs goes on
             self.handleError(record)
 
 

@@ -50,7 +50,7 @@ class OverloadProbe:
             await asyncio.sleep(self._watch.begin(loop.time(), self._num_open()))
             try:
                 await self._look(loop.time())
-            except Exception:
+            except Exception:  # a router without its probe would not protect itself
                 logger.exception("an overload probe failed: internal error")
 
     async def _look(self, now: float) -> None:

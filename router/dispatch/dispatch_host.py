@@ -218,7 +218,7 @@ class DispatchHost:
                         self._end_stream(action.key)
                 else:
                     self._carry_out(action)
-            except Exception:
+            except Exception:  # a bug ends the request of this action alone
                 logger.exception("%s failed: internal error", type(action).__name__)
                 broken.append(action)
         self._set_timer()

@@ -139,7 +139,7 @@ class StepOutputs:
             if state.num_steps == NUM_STEPS_TO_CLEAR and index == len(state.output_token_ids):
                 try:  # as nearly all go on, which is `_advance`, cut short
                     output_delta = state.take_one(token_id)
-                except Exception as bug:
+                except Exception as bug:  # noqa: BLE001 - a bug ends its request alone, which is logged and answered
                     actions += self._endings.fail_unreadable(state, bug, replica_has_it=True)
                     continue
                 state.tenant.counter += state.tenant.output_token_cost
@@ -187,7 +187,7 @@ class StepOutputs:
             output_delta = state.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
             if delta.pooled and output_delta is not None:
                 output_delta = output_delta._replace(pooled=delta.pooled)
-        except Exception as bug:
+        except Exception as bug:  # noqa: BLE001 - as in `take`
             return self._endings.fail_unreadable(state, bug, replica_has_it=replica_has_it)
         if output_delta is None:
             return []

@@ -230,7 +230,7 @@ class ReplicaLink:
         """False if the dispatch host raised. That must not keep the link from being dialled again."""
         try:
             self._dispatch_host.replica_down(self.endpoint.replica_id, error)
-        except Exception:
+        except Exception:  # whatever it is, the link is dialled again
             logger.exception("handling the loss of %s failed: internal error", self._name)
             return False
         return True

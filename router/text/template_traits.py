@@ -85,7 +85,7 @@ class _Probe:
         """Rendered text; None for a chat that the template refuses."""
         try:
             return self._render(messages, tools)
-        except Exception:  # a template may raise anything
+        except Exception:  # noqa: BLE001 - a template may raise anything: it is a refusal, which is a trait
             return None
 
     def shows(self, messages: Sequence[Turn], *texts: str, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:

@@ -73,7 +73,7 @@ class RankAdapters:
         def load() -> None:
             try:
                 future.set_result(self.load(adapter))
-            except BaseException as error:  # `take` raises it, or reports it to the leader's requests
+            except BaseException as error:  # noqa: BLE001 - `take` raises it, or reports it to the leader's requests
                 future.set_exception(error)
             then()
 

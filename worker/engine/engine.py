@@ -359,7 +359,7 @@ class Engine:
             if self._stopping:
                 raise self._inbox.closed_by or ReplicaError("the replica was stopped")
             future.set_result(action())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller gets it
             future.set_exception(error)
 
     def _stop(self) -> None:

@@ -179,7 +179,7 @@ class ModelRunner:
             result = stage()
         except ReplicaError:
             raise
-        except Exception as failure:  # whatever it is, the others hear that there is one
+        except Exception as failure:  # noqa: BLE001 - whatever it is, the others hear that there is one
             error = failure
         failed = self._group.all_gather(torch.tensor([error is not None], dtype=torch.uint8)).tolist()
         if error is not None and all(failed):

@@ -30,6 +30,25 @@ _FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _SERVED: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def from_hub(given: str, hub_id: str, wanted: Sequence[str], **options: Any) -> Path:
+    """Folder of a model's files of the `wanted` names, from the hub unless they were downloaded before. `given` is the
+    setting that names the model, `options` are the hub client's own.
+
+    Raises `ConfigurationError` for a model that the hub does not give.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(wanted), **options))
+    except Exception as error:  # the hub client raises whatever its HTTP library does
+        reason = " ".join(str(error).split())[:200].rstrip(".")
+        raise ConfigurationError(
+            f"{given} is neither a local folder nor a model that the hub would give: {reason}. Is the name right, is "
+            "this machine online, and does the model need HF_TOKEN? Or give a folder with config.json, tokenizer.json "
+            "and *.safetensors, or a GGUF file"
+        ) from error
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The files that loading reads."""
     if is_made_of_gguf(folder):

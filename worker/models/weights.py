@@ -28,7 +28,7 @@ from holdfast.worker.models.checks import (
 )
 from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
 from holdfast.worker.models.text_model import holds_text_model, key_mapping, served_config, text_name
-from holdfast.worker.models.weight_files import check_folder, num_tensors
+from holdfast.worker.models.weight_files import check_folder, from_hub, num_tensors
 from holdfast.worker.settings import DTYPE_SPELLINGS
 
 ATTENTION: Final = "holdfast_paged"
@@ -45,7 +45,7 @@ _LONGEST_NAME: Final = 255
 """Bytes of the name of a file or folder."""
 
 _SMALL_FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja")
-_DUPLICATES: Final = ("original/*", "consolidated*")
+_DUPLICATES: Final = ["original/*", "consolidated*"]
 """Some publishers add the weights once more in a format of their own."""
 
 _IMPOSSIBLE: Final = (
@@ -110,32 +110,10 @@ def resolve_model(
         return folder
     if folder.is_absolute() or model.startswith((".", "~")) or is_gguf(folder):
         raise ConfigurationError(f"{given}: there is no such {'file' if is_gguf(folder) else 'folder'}")
-    folder = _download(model, with_weights, setting, revision, download_dir)
+    wanted = [*_SMALL_FILES, "*.safetensors"] if with_weights else _SMALL_FILES
+    folder = from_hub(given, model, wanted, ignore_patterns=_DUPLICATES, revision=revision, cache_dir=download_dir)
     check_folder(folder, f"{setting} = {model!r}", with_weights=with_weights)
     return folder
-
-
-def _download(hub_id: str, with_weights: bool, setting: str, revision: str | None, download_dir: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    wanted = [*_SMALL_FILES, "*.safetensors"] if with_weights else list(_SMALL_FILES)
-    try:
-        return Path(
-            snapshot_download(
-                hub_id,
-                revision=revision,
-                cache_dir=download_dir,
-                allow_patterns=wanted,
-                ignore_patterns=list(_DUPLICATES),
-            )
-        )
-    except Exception as error:  # the hub client raises whatever its HTTP library does
-        reason = " ".join(str(error).split())[:200].rstrip(".")
-        raise ConfigurationError(
-            f"{setting} = {hub_id!r} is neither a local folder nor a model that the hub would give: {reason}. Is the "
-            "name right, is this machine online, and does the model need HF_TOKEN? Or give a folder with config.json, "
-            "tokenizer.json and *.safetensors"
-        ) from error
 
 
 def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Any:

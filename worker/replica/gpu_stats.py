@@ -42,7 +42,7 @@ class GpuWatch:
             return 0
         try:
             return self._driver.utilization(self._device)
-        except Exception as refused:  # a module that is missing, or any error of NVML
+        except Exception as refused:  # noqa: BLE001 - a module that is missing, or any error of NVML
             self._tells_utilization = False
             logger.info("the GPU's utilization is not known: %s", refused)
             return 0

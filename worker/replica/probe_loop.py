@@ -51,7 +51,7 @@ class ProbeLoop:
     def _look_once(self) -> None:
         try:
             self._look()
-        except Exception:
+        except Exception:  # the next look comes all the same
             logger.warning("%s: a probe failed", self._thread.name, exc_info=True)
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous
+from holdfast.worker.errors import HoldfastError
 from holdfast.worker.process_memory import loading, oom_kills, set_aside
 from holdfast.worker.replica.processes import ProcessId
 from holdfast.worker.wire.loopback import LOOPBACK
@@ -218,7 +219,8 @@ def run_child() -> None:
     try:
         run_rank(WorkerConfig.model_validate_json(config), int(rank), Rendezvous(**json.loads(line)))
     except Exception as error:
-        logger.error("rank %s ended: %s", rank, error)
+        is_bug = not isinstance(error, HoldfastError | OSError)
+        logger.error("rank %s ended: %s", rank, error, exc_info=is_bug)
         raise SystemExit(1) from error
 
 

@@ -356,7 +356,7 @@ def _first(joining: Callable[[], T], dying: Callable[[], str]) -> T:
     def join_group() -> None:
         try:
             group = joining()
-        except BaseException as error:  # raised again where the outcome is asked for
+        except BaseException as error:  # noqa: BLE001 - raised again where the outcome is asked for
             with suppress(InvalidStateError):
                 outcome.set_exception(error)
         else:

@@ -336,7 +336,7 @@ def simulate(seed: int, watch: Callable[[Event], None] | None = None, *, async_s
     failure = None
     try:
         world.run()
-    except Exception as error:  # whatever the simulated code raises is what we are looking for
+    except Exception as error:  # noqa: BLE001 - whatever the simulated code raises is the outcome
         timeline = world.timeline
         failure = Failure(seed=seed, event=timeline.num_events, time_s=timeline.now, error=error)
     return Outcome(tally=world.tally(), failure=failure, digest=world.timeline.digest)

@@ -49,7 +49,7 @@ class ChunkWriter:
             return False
         try:
             self._writing = self._write(self._encode(delta))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the task of the stream raises it
             self._fail(error)
         else:
             self._go_on()
@@ -81,7 +81,7 @@ class ChunkWriter:
             waits_for = writing.send(None)
         except StopIteration:
             self._writing = None
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the task of the stream raises it
             self._writing = None
             self._fail(error.with_traceback(None))  # which holds this frame, and that the future that has the error
         else:

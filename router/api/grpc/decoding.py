@@ -122,7 +122,7 @@ class StagedReads:
             read, copied = self._waiting.popleft()
             try:
                 message = self._copied(read)  # also of a call that was cancelled meanwhile: else gRPC never frees it
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the call that waits raises it
                 if not copied.done():
                     copied.set_exception(error)
             else:

@@ -195,7 +195,7 @@ async def _answering(context: Context, hooks: CallHooks) -> AsyncIterator[None]:
     except asyncio.CancelledError as gone:
         end_reading(gone)
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - every call is answered, and a bug is logged
         end_reading(error)
         await _abort(context, error, () if trailers is None else trailers(is_error=True))
 

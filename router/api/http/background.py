@@ -139,7 +139,7 @@ class BackgroundResponses:
                     jobs = await self._jobs.claim(min(room, _CLAIMED_AT_A_TIME))
             except StoreError as error:
                 logger.warning("background responses cannot be claimed: %s", error)
-            except Exception:
+            except Exception:  # the next turn tries again
                 logger.exception("background responses cannot be claimed: internal error")
             for job in jobs:
                 self._start(job)

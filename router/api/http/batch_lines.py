@@ -92,7 +92,7 @@ class BatchLines:
                 await self._claim()
             except StoreError as error:
                 logger.warning("lines of batches cannot be claimed: %s", error)
-            except Exception:
+            except Exception:  # the next turn tries again
                 logger.exception("lines of batches cannot be claimed: internal error")
             if not self._is_stopping:
                 with suppress(TimeoutError):

@@ -322,5 +322,5 @@ async def _pump(
         async for delta in answer:
             await arrived.put((number, delta))
         await arrived.put(None)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the reader of all of them raises it
         await arrived.put(error)

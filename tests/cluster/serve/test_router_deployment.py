@@ -126,3 +126,29 @@ def test_a_router_that_replaces_others_does_not_wait_for_a_replica_that_is_gone(
         await deployment.end()
 
     virtual_loop.run(scenario())
+
+
+def test_a_router_waits_for_its_replicas_while_the_directory_does_not_answer(router: FakeRouter, caplog):
+    """Until its limit; then it serves, and says so."""
+
+    async def scenario() -> None:
+        directory = await _directory(SERVING_REPLICA, OTHER_ROUTER)
+        answers = directory.watch.remote
+
+        async def lost(*_: object) -> None:
+            raise ConnectionError("the directory is being replaced")
+
+        deployment = Replacing()
+        making = asyncio.create_task(deployment.make(directory))
+        await asyncio.sleep(1.0)
+        directory.watch.remote = lost
+        await asyncio.sleep(1.0)
+        assert not deployment.is_made.is_set()
+        directory.watch.remote = answers
+        await asyncio.sleep(router_deployment.LINK_S)
+        assert deployment.is_made.is_set()
+        assert "has not reached every replica" in caplog.text
+        await making
+        await deployment.end()
+
+    virtual_loop.run(scenario())
