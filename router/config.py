@@ -15,10 +15,10 @@ PolicyName = Literal["prefix_aware", "session_affinity", "power_of_two", "least_
 """The routing policies, which are in `dispatch/policy.py`."""
 
 MAX_KEEPALIVE_S: Final = 2_000_000
-"""gRPC takes milliseconds in 32 bits."""
+"""Maximum seconds of gRPC's keepalive, which are 32 bits of milliseconds."""
 
 File = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
-"""A file by its whole path: processes that read it may have another working directory."""
+"""The absolute path of a file, since the processes that read it may have another working directory."""
 
 
 def parse_host_names(value: object) -> object:
@@ -53,7 +53,7 @@ def parse_origins(value: object) -> object:
 
 
 def parse_store(place: str) -> str:
-    """A folder by its whole path, or `postgresql://user@host/database`."""
+    """The absolute path of a folder, or `postgresql://user@host/database`. Raises ValueError."""
     if "://" not in place:
         return str(Path(place).expanduser().absolute())
     parts = urlsplit(place)
@@ -82,8 +82,8 @@ class LimitsConfig(Settings):
     max_queued: int = Field(
         1024,
         ge=0,
-        description="requests that may wait in one router for a replica; above it only tenants below their share may "
-        "add",
+        description="maximum requests that wait in one router for a replica; above it, only tenants below their share "
+        "may add requests",
     )
     default_timeout_s: float = Field(600.0, gt=0, description="timeout of a request that sets none, in seconds")
     max_timeout_s: float = Field(3600.0, gt=0, description="longest timeout that a request may set, in seconds")
@@ -93,7 +93,9 @@ class LimitsConfig(Settings):
     max_prompt_tokens: int = Field(
         2**20, ge=1, description="maximum token ids of a prompt, of a resume record, or of a call to Detokenize"
     )
-    max_messages: int = Field(4096, ge=1, description="maximum messages of a chat, and calls in all of them")
+    max_messages: int = Field(
+        4096, ge=1, description="maximum messages of a chat, and maximum tool calls in all its messages"
+    )
     max_tools: int = Field(1024, ge=0, description="maximum tools of a chat")
     max_message_bytes: Bytes = Field(
         8 * 2**20, ge=2**20, le=MAX_WHOLE, description="maximum bytes of a gRPC message or an HTTP body"
@@ -108,8 +110,8 @@ class LimitsConfig(Settings):
     max_unauthenticated_connections: int = Field(
         512,
         ge=1,
-        description="maximum open connections without a valid key so far, where keys are required; above it the oldest "
-        "are closed",
+        description="maximum open connections that have not yet sent a valid key, where keys are required; above it, "
+        "the oldest are closed",
     )
     max_unauthenticated_calls_per_s: float = Field(
         100.0,
@@ -146,9 +148,7 @@ class LimitsConfig(Settings):
     )
     max_logit_bias: int = Field(4096, ge=0, description="maximum entries of logit_bias of one request")
     max_stop_token_ids: int = Field(4096, ge=0, description="maximum stop_token_ids of one request")
-    max_allowed_token_ids: int = Field(
-        2**19, ge=1, description="maximum allowed_token_ids of one request: more than any vocabulary has"
-    )
+    max_allowed_token_ids: int = Field(2**19, ge=1, description="maximum allowed_token_ids of one request")
     max_choices: int = Field(4096, ge=1, description="maximum number of texts of a `choice`")
     max_sequences: int = Field(64, ge=1, description="maximum n or best_of of one request")
     max_open_per_tenant: int | None = Field(
@@ -166,17 +166,17 @@ class LimitsConfig(Settings):
 class OverloadConfig(Settings):
     """Overload protection of a router: byte budgets, limits of resources, and pressures at which actions begin.
 
-    A pressure is what is used of a limit, as a fraction: of memory, of the loop's delay, of bytes, of open requests.
+    A pressure is the used fraction of a limit: of memory, of the event loop's delay, of bytes, or of open requests.
     """
 
     max_memory: Bytes | None = Field(
         None,
         ge=2**26,
         description="resident memory of a router at which its pressure is 1; unset: half of the machine's or "
-        "container's memory, 4 GiB at most",
+        "container's memory, but at most 4 GiB",
     )
     max_loop_delay_s: float = Field(
-        1.0, gt=0, description="delay of a router's event loop, in seconds, as an average, at which its pressure is 1"
+        1.0, gt=0, description="average delay of a router's event loop in seconds at which its pressure is 1"
     )
     max_open_requests: int = Field(32768, ge=1, description="open requests of a router at which its pressure is 1")
     max_connection_bytes: Bytes = Field(
@@ -196,7 +196,10 @@ class OverloadConfig(Settings):
         0.7, gt=0, le=1, description="memory pressure at which freed memory is returned to the system"
     )
     stop_accepting_at: float = Field(
-        0.8, gt=0, le=1, description="pressure at which new connections get health, operators and resumed streams alone"
+        0.8,
+        gt=0,
+        le=1,
+        description="pressure at which new connections serve only health checks, operators and resumed streams",
     )
     shed_low_at: float = Field(
         0.85, gt=0, le=1, description="pressure at which new requests of priority LOW are refused"
@@ -268,8 +271,8 @@ class RouterConfig(Settings):
     # costs one hash and is routed by power of two choices; on the wire, a cached block costs 8 bytes once.
     routing_policy: PolicyName = Field(
         "prefix_aware",
-        description="prefix_aware: to the replica with the earliest expected end of prefill, cached prefixes "
-        "considered",
+        description="routing policy; prefix_aware: the replica with the earliest expected end of prefill, given its "
+        "cached prefixes",
     )
     model_routing_policies: dict[str, PolicyName] = Field(
         {}, description="routing policies by model name; overrides routing_policy"
@@ -277,18 +280,18 @@ class RouterConfig(Settings):
     prefill_replicas: int = Field(
         0,
         ge=0,
-        description="replicas of each model that compute long prompts, and hand their requests on afterwards; 0: none",
+        description="replicas of each model that compute long prompts and then hand the requests over; 0: none",
     )
     decode_replicas: int = Field(
         0,
         ge=0,
-        description="replicas of each model for decoding only: they get no long prompts while others take them",
+        description="replicas of each model that get no long prompts while other replicas can compute them",
     )
     prefill_tokens: int | None = Field(
         None,
         ge=1,
-        description="prompt tokens that no decoding replica has cached, from which a prompt is long; by default "
-        "it is where it would be there sooner from another replica, by measured speeds",
+        description="number of prompt tokens without a cached block on any decode replica from which a prompt counts "
+        "as long; default: from where prefill elsewhere plus transfer is faster, by measured speeds",
     )
     max_waiting_per_replica: int = Field(
         64, ge=1, description="maximum waiting requests in one replica; more wait in the router"
@@ -296,10 +299,10 @@ class RouterConfig(Settings):
     max_ttft_s: float | None = Field(
         None,
         gt=0,
-        description="refuse requests whose expected time to the first token in s is above this; unset: off",
+        description="refuse requests whose expected time to the first token exceeds this many seconds; unset: off",
     )
     replica_wait_s: float = Field(
-        30.0, ge=0, description="seconds that requests wait for a replica when none of their model is up"
+        30.0, ge=0, description="seconds that requests wait for a replica when their model has none"
     )
     max_replicas_lost: int = Field(
         2, ge=1, description="consecutive crashes of replicas that run a request after which it is quarantined"
@@ -342,48 +345,49 @@ class RouterConfig(Settings):
     gzip_above: Bytes | None = Field(
         None,
         ge=1,
-        description="whole answers of at least this size are gzipped for clients that take it; default: none",
+        description="size from which complete responses are gzipped for clients that accept gzip; default: never",
     )
     load_reports: bool = Field(
         True,
-        description="calls end with the router's load in an ORCA trailer, for clients that balance by it",
+        description="report the router's load in an ORCA trailer of each call, for clients that balance by load",
     )
     endpoint_picker: bool = Field(
         False,
-        description="serve Envoy's ext_proc: gateways with an InferencePool ask routers which of them gets a request",
+        description="serve Envoy's ext_proc, by which a gateway with an InferencePool asks for a request's router",
     )
     reuse_port: bool = Field(False, description="let several routers of one host share a port")
     http_allowed_hosts: HostNames = Field(
         (),
-        description="without keys: further host names that HTTP requests may call the server by, and whose pages may "
-        "call it, e.g. llm.example.org,localhost; unset: those of loopback, or any where it listens on more than that",
+        description="without API keys: host names accepted in a request's Host and Origin headers besides loopback's, "
+        "e.g. llm.example.org,localhost; unset: loopback's, or any name if the server listens on other addresses",
     )
     http_cors_origin: Origins = Field(
         (),
-        description="origins of pages that browsers let call the HTTP API (CORS), e.g. https://app.example,"
-        "http://localhost:3000, or * for any; unset: pages of the server's own origin alone",
+        description="origins of web pages that may call the HTTP API (CORS), e.g. https://app.example,"
+        "http://localhost:3000, or * for any; unset: only the server's own origin",
     )
     store: Annotated[str, AfterValidator(parse_store)] | None = Field(
         None,
-        description="where responses, conversations, chats, files and batches are stored: a folder (SQLite, for the "
-        "routers of one host) or a URL like postgresql://user@host/database; unset: nowhere",
+        description="store of responses, conversations, chats, files and batches: a folder (SQLite, for the routers of "
+        "one host) or a URL like postgresql://user@host/database; unset: no store",
     )
     store_max_bytes: Bytes = Field(
-        2**30, ge=2**20, description="size of what is stored, beyond which the oldest is deleted"
+        2**30, ge=2**20, description="maximum size of the store; above it, the oldest entries are deleted"
     )
     store_retention_s: float = Field(
-        30 * 86400.0, gt=0, description="age in seconds at which what is stored is deleted"
+        30 * 86400.0, gt=0, description="age in seconds at which entries of the store are deleted"
     )
     store_max_file_bytes: Bytes = Field(
-        200 * 2**20, ge=2**10, description="maximum bytes of a file of /v1/files; one counts for store_max_bytes"
+        200 * 2**20, ge=2**10, description="maximum bytes of a file of /v1/files; files count toward store_max_bytes"
     )
     batch_concurrency: int = Field(
-        32, ge=1, le=4096, description="lines of batches that a router computes at a time, at low priority"
+        32, ge=1, le=4096, description="maximum lines of batches that a router computes at a time, at low priority"
     )
     head_line_rules: RuleNames = Field(
         ("billing",),
-        description="lines of a chat's system prompt that change with each call, by their rules: billing is dropped; "
-        "date, time and id are moved behind the last message, e.g. billing,date; none: all stay",
+        description="rules for lines of a chat's system prompt that change with each call and so defeat prefix "
+        "caching, e.g. billing,date; billing lines are dropped, date, time and id lines are moved after the last "
+        "message; none: no rule",
     )
     killable: bool = Field(
         False, description="for demonstrations and tests: operators may end a replica's process as `kill -9` does"
@@ -395,5 +399,5 @@ class RouterConfig(Settings):
 
     @property
     def is_prefix_aware(self) -> bool:
-        """Whether any model's policy asks what replicas have cached."""
+        """Whether any model's routing policy considers the replicas' cached prefixes."""
         return "prefix_aware" in (self.routing_policy, *self.model_routing_policies.values())

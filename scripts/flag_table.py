@@ -25,7 +25,7 @@ KINDS: Final[dict[Kind, str]] = {
     TOKEN_IDS: "token_ids",
     BIASES: "biases",
 }
-"""Those of one flag. A structured output has several, which are declared by themselves."""
+"""Kinds of parameters with one flag. The flags of structured outputs are declared separately."""
 
 _LISTS: Final = (TEXTS, TOKEN_IDS, BIASES)
 
@@ -72,7 +72,8 @@ def table() -> str:
 def _help(field: FieldInfo) -> str:
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
     notes = [f"choices: {', '.join(map(str, choices))}"] if choices else []
-    notes += [] if field.default is None else [f"default: {field.default}"]
+    default = field.get_default(call_default_factory=True)
+    notes += [] if default is None else [f"default: {default}"]
     return f"{field.description or ''} [{'; '.join(notes)}]" if notes else field.description or ""
 
 

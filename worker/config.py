@@ -47,8 +47,9 @@ class ModelConfig(Settings):
     )
     quantized_activations: Literal["auto", "bfloat16", "int8"] = Field(
         "auto",
-        description="type of the inputs of quantized weights; int8: quantized too, on CPUs; bfloat16: the weights are "
-        "dequantized to the served type; auto: int8 on CPUs where it can be, but for dtype float32",
+        description="data type of the activations that meet quantized weights; int8: quantized, on CPUs; bfloat16: not "
+        "quantized, the weights are dequantized to `dtype`; auto: int8 on CPUs where supported, unless dtype is "
+        "float32",
     )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for benchmarks")
     max_model_len: int | None = Field(
@@ -57,34 +58,37 @@ class ModelConfig(Settings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     executor: Literal["auto", "native", "hf"] = Field(
         "auto",
-        description="what runs the layers; auto: the native backend where it knows the model, else the HF backend",
+        description="backend that runs the layers; auto: native if it supports the model, else hf",
     )
     runner: Literal["auto", "generate", "pooling"] = Field(
-        "auto", description="whether the model generates text, or gives vectors or scores; auto: as its files say"
+        "auto", description="task of the model: generate text, or pool (vectors or scores); auto: by the model's files"
     )
     convert: Literal["auto", "none", "embed", "classify"] = Field(
-        "auto", description="what a pooled model gives: vectors (embed) or scores (classify); auto: as its files say"
+        "auto",
+        description="output of a pooling model: vectors (embed) or scores (classify); auto: by the model's files",
     )
     score_template: str | None = Field(
         None,
-        description="prompt of a pair of texts, with {query} and {document}, for scores; unset: the model's own",
+        description="prompt template of scores, with {query} and {document}; unset: the model's own",
     )
     pooling_type: Literal["auto", "last", "mean", "cls"] = Field(
-        "auto", description="states that a pooled model pools; auto: as its files say, else that of the last token"
+        "auto",
+        description="hidden states that a pooling model pools: the last token's, the mean, the first token's (cls); "
+        "auto: by the model's files, else last",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of dummy weights")
     enable_lora: bool = Field(False, description="serve LoRA adapters beside the model (docs/adapters.md), on CPUs")
     lora: Folders = Field(
         default_factory=dict,
-        description="LoRA adapters that are served from the start: folders by the names that requests give as their "
-        "model; on the command line NAME=PATH,NAME=PATH",
+        description="LoRA adapters to load at the start, as NAME=PATH,NAME=PATH; a request selects an adapter by "
+        "giving NAME as its model",
     )
-    max_loras: int = Field(16, ge=1, le=1024, description="adapters that are resident in memory at a time")
+    max_loras: int = Field(16, ge=1, le=1024, description="maximum adapters in memory at a time")
 
     @field_validator("executor", mode="before")
     @classmethod
     def _by_its_name(cls, executor: object) -> object:
-        """Names that executors had before 0.1.0 are still taken."""
+        """Accepts the names that executors had before 0.1.0."""
         names: dict[object, str] = {"decoder": "native", "skeleton": "hf"}
         return names.get(executor, executor) if isinstance(executor, str) else executor
 
@@ -110,7 +114,9 @@ class ModelConfig(Settings):
 
     @property
     def config_changes(self) -> dict[str, Any]:
-        """The entries of the model's config.json that are replaced: a head that is quantized is not the table."""
+        """Entries that replace those of the model's config.json. A quantized output head cannot share the embedding
+        table.
+        """
         return {**self.hf_overrides, **({"tie_word_embeddings": False} if self.quantization else {})}
 
     @property
@@ -129,7 +135,7 @@ class ParallelConfig(Settings):
 
 
 LEAST_OFFLOAD_BYTES: Final = 16 << 20
-"""A smaller store would hold a few prompts at best."""
+"""Minimum size of the disk tier; a smaller one would hold a few prompts."""
 
 KVCacheDtype = Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"]
 
@@ -139,39 +145,39 @@ class CacheConfig(Settings):
 
     kv_cache_dtype: KVCacheDtype = Field(
         "auto",
-        description="data type of keys and values; auto: the model's, which bfloat16, float16 and float32 insist on; "
-        "int8 (CPUs) and fp8 (GPUs): about half the memory of bfloat16, with other outputs",
+        description="data type of keys and values; auto: the model's; bfloat16, float16 and float32 must equal the "
+        "model's; int8 (CPUs) and fp8 (GPUs) take about half the memory of bfloat16 and change outputs",
     )
     block_size: int | None = Field(
         None, ge=1, description="tokens per KV block; default: 16 on a CPU (a multiple of 16), 64 on a GPU"
     )
     kv_cache_memory: Bytes | None = Field(
-        None, ge=1, description="size of the KV cache of each rank, e.g. 2GiB; on a CPU all of it is taken while idle"
+        None, ge=1, description="size of the KV cache of each rank, e.g. 2GiB; a CPU replica prefaults it while idle"
     )
     gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="share of the GPU's memory that a rank may use in all"
+        0.9, gt=0, le=1, description="share of the GPU's memory that a rank may use in total"
     )
     num_blocks: int | None = Field(None, ge=1, description="KV blocks of each rank; overrides the memory settings")
     num_state_slots: int | None = Field(
         None,
         ge=2,
-        description="state slots of a hybrid model (docs/state-cache.md), with memory "
-        "of their own; default: states and KV blocks share the cache's memory",
+        description="state slots of a hybrid model (docs/state-cache.md), in separate memory; default: states and KV "
+        "blocks share the cache's memory",
     )
     enable_prefix_caching: bool = Field(True, description="reuse the KV blocks of prompts with a common prefix")
     kv_offload_disk: str | None = Field(
         None,
-        description="a folder and how much of the disk it may take, e.g. /var/cache/holdfast,100GB, which keeps cached "
-        "blocks that memory has no room for, also after the replica's end; on CPUs; unset: none",
+        description="folder and size of a disk tier for evicted KV blocks, e.g. /var/cache/holdfast,100GB; blocks stay "
+        "there after the replica's end; on CPUs; unset: no disk tier",
     )
     kv_offload_key_file: str | None = Field(
-        None, description="file with a key of 32 bytes, which encrypts what kv_offload_disk keeps; unset: not encrypted"
+        None, description="file with a key of 32 bytes that encrypts the disk tier; unset: not encrypted"
     )
 
     kv_transfer: bool = Field(
         True,
-        description="send cached blocks to other replicas of the model and take theirs, where that is sooner than to "
-        "compute them; on CPUs, with the native executor",
+        description="transfer cached KV blocks between replicas of a model where that is faster than computing them; "
+        "on CPUs, with the native executor",
     )
 
     @field_validator("kv_offload_disk")
@@ -216,7 +222,7 @@ class ServiceOrderConfig(Settings):
 
 
 class SchedulerConfig(ServiceOrderConfig):
-    """The batcher: how a step is filled, besides who is served first."""
+    """Composition of a step's batch. The order of requests is that of `ServiceOrderConfig`."""
 
     policy: Literal["continuous", "memory_aware"] = Field(
         "continuous",
@@ -231,10 +237,10 @@ class SchedulerConfig(ServiceOrderConfig):
         0.25,
         ge=0,
         le=1,
-        description="share of the KV blocks up to which prefixes of one tenant are kept by `cache_ttl_s`; 0: none",
+        description="maximum share of the KV blocks that one tenant may pin by `cache_ttl_s`; 0: none",
     )
     async_scheduling: bool | None = Field(
-        None, description="plan and launch a step while the one before it runs; unset or true: where a GPU can do both"
+        None, description="plan and launch a step while the previous one runs; unset or true: on GPUs, where supported"
     )
     num_scheduler_steps: int = Field(
         8,
@@ -246,7 +252,9 @@ class SchedulerConfig(ServiceOrderConfig):
     target_tpot_ms: float | None = Field(
         None, gt=0, description="target time per output token in ms, which limits the prefill in each step; unset: off"
     )
-    auto_tune: bool = Field(False, description="adapt the limits of each step to the load, up to their settings")
+    auto_tune: bool = Field(
+        False, description="adapt the limits of each step to the load; their settings are the maxima"
+    )
 
 
 class HealthConfig(Settings):
@@ -262,15 +270,15 @@ class HealthConfig(Settings):
     condemned_after_s: float | None = Field(
         5.0,
         ge=1,
-        description="seconds after which a router, or a leader with its ranks, is killed if it hangs; unset: never",
+        description="seconds after which a hanging router, or a hanging leader with its ranks, is killed; unset: never",
     )
     self_check_every_s: float = Field(
-        60.0, ge=0, description="seconds between self-checks of a replica; 0: none, not even at the start"
+        60.0, ge=0, description="seconds between self-checks of a replica; 0: no self-checks, also not at the start"
     )
 
     @property
     def hangs_after_s(self) -> float | None:
-        """Seconds without a sign of life after which a process is killed; None: never."""
+        """Seconds without a heartbeat after which a process is killed; None: never."""
         return None if self.condemned_after_s is None else max(self.condemned_after_s, self.frozen_after_s)
 
 
@@ -297,8 +305,8 @@ class SpeculationConfig(Settings):
 
     @property
     def max_num_drafts(self) -> int:
-        """Most tokens guessed ahead for one sequence; 0 without speculative decoding. A draft model pays for each of
-        them, and a next-token layer was made to guess one.
+        """Maximum draft tokens of one sequence in a step; 0 without speculative decoding. The defaults are lower for a
+        draft model, which runs once per draft token, and for a next-token layer, which was trained to predict one.
         """
         if self.speculative == "none":
             return 0

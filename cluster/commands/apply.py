@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from holdfast.cluster.commands.models import (
-    NOT_WHICH,
-    OF_REPLICA,
+    LAYOUT_SETTINGS,
+    MODEL_SECTIONS,
     Pid,
     Server,
     change_model,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from holdfast.cluster.serve.canary import Changed, PlannedChange, Running
 
 
-@takes_settings("cluster", "client", without=NOT_WHICH)
+@takes_settings("cluster", "client", without=LAYOUT_SETTINGS)
 def apply(
     config: Annotated[Path, Parameter(help="a .yaml or .toml file of settings")],
     /,
@@ -105,7 +105,7 @@ def _do_at(server: str, loaded: "LoadedConfig", step: "PlannedChange") -> None:
         timeout_s = loaded.config.cluster.drain_timeout_s
         change_model(server, loaded, remove={"model": step.model, "drain_timeout_seconds": timeout_s})
         return
-    settings = settings_text(config, (*OF_REPLICA, "cluster"))
+    settings = settings_text(config, (*MODEL_SECTIONS, "cluster"))
     if step.kind is ChangeKind.ADD:
         change_model(server, loaded, add={"settings": settings})
     elif step.kind is ChangeKind.UPDATE:

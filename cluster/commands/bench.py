@@ -36,7 +36,9 @@ def bench(
         str | None,
         Parameter(group=ESSENTIALS, help="chat, completions, holdfast, holdfast-chat or oip [by the server's form]"),
     ] = None,
-    model: Annotated[str, Parameter(group=ESSENTIALS, help="as the server names it; unset: its first")] = "",
+    model: Annotated[
+        str, Parameter(group=ESSENTIALS, help="name of the model on the server; unset: the server's first model")
+    ] = "",
     load: Annotated[LoadFlags, Parameter(name="*")] = _NO_LOAD,
     work: Annotated[WorkFlags, Parameter(name="*")] = _NO_WORK,
     result: Annotated[ResultFlags, Parameter(name="*")] = _NO_RESULT,

@@ -67,7 +67,7 @@ class WorkFlags:
             group=_WORK, help="N, uniform:LOW:HIGH, normal:MEAN:DEVIATION, lognormal:MEDIAN:SIGMA, exponential:MEAN"
         ),
     ] = "128"
-    output_tokens: Annotated[str, Parameter(group=_WORK, help="the same of outputs")] = "64"
+    output_tokens: Annotated[str, Parameter(group=_WORK, help="output lengths, in the same forms")] = "64"
     prefixes: Annotated[
         int, Parameter(group=_WORK, help="number of shared prefixes; each first prompt begins with one")
     ] = 0
@@ -80,11 +80,13 @@ class WorkFlags:
     ] = 1.0
     agent_pauses: Annotated[float, Parameter(group=_WORK, help="factor on the pauses of --agents")] = 1.0
     think: Annotated[float, Parameter(group=_WORK, help="seconds between an answer and the next turn")] = 0.0
-    seed: Annotated[int, Parameter(group=_WORK, help="of lengths and arrivals")] = 0
+    seed: Annotated[int, Parameter(group=_WORK, help="seed of lengths and arrivals")] = 0
     text_seed: Annotated[
         int | None, Parameter(group=_WORK, help="seed of the words; unset: a new one, so that no prefix is cached")
     ] = None
-    sampling_temperature: Annotated[float, Parameter(name="--temperature", group=_WORK, help="of sampling")] = 0.0
+    sampling_temperature: Annotated[
+        float, Parameter(name="--temperature", group=_WORK, help="sampling temperature")
+    ] = 0.0
     stop_at_eos: Annotated[
         bool, Parameter(group=_WORK, negative=(), help="outputs may end early (do not send ignore_eos)")
     ] = False

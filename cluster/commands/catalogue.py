@@ -1,4 +1,4 @@
-"""Catalogue of the commands: names, help texts, examples, and why a command works on its own machine alone.
+"""Catalogue of the commands: names, help texts, examples, and the reason where a command has no `--server`.
 
 It is read for every `--help` and every completion, so it imports nothing of the commands themselves.
 """
@@ -83,8 +83,8 @@ COMMANDS: Final = (
         target="bench:bench",
         help="Load a Holdfast, OpenAI-compatible or Open Inference server, and report what its clients see.",
         details=(
-            "TTFT and end-to-end latency count from the time a request was due; TPOT is that of the tokens after "
-            "the first."
+            "TTFT and end-to-end latency are measured from the time at which a request was due; TPOT is the time per "
+            "token after the first."
         ),
         examples=(
             "bench --concurrency 1,8,32",
@@ -99,7 +99,7 @@ COMMANDS: Final = (
         details=(
             "Sends equal requests in different ways (alone, again, in a batch, streamed, with a seed) and compares "
             "the answers. Findings have names, counts, a likely cause, and the request that shows "
-            "them. Exit code 0: nothing was found."
+            "them. Exit code 0: no findings."
         ),
         examples=(
             "verify http://localhost:8000",
@@ -114,9 +114,9 @@ COMMANDS: Final = (
         target="run_batch:run_batch",
         help="Compute the requests of a file, on a server or in this process, and write the answers.",
         details=(
-            "Each line is a request as OpenAI's batches have it: custom_id, method, url, body. Started again after "
-            "an interruption, it goes on. With --server: a server with --store computes the batch, whether this "
-            "command runs or not."
+            "Each line is a request in the format of OpenAI's batches: custom_id, method, url, body. After an "
+            "interruption, the same command continues the batch. With --server, a server with --store computes the "
+            "batch, also after this command has ended."
         ),
         examples=(
             "run-batch -i requests.jsonl -o answers.jsonl --model ./my-model",
@@ -147,9 +147,9 @@ COMMANDS: Final = (
         target="logs:logs",
         help="Show the logs of a cluster's routers and replicas.",
         details=(
-            "In order of time. Without --server: logs of this machine, of the running cluster or, if none runs, "
-            "of the last one. With --server: logs of the router's machine; on several machines, ask a router on "
-            "each."
+            "Lines are sorted by time. Without --server: logs on this machine, of the running cluster or, if none "
+            "runs, of the last one. With --server: logs on the router's machine; in a cluster of several machines, "
+            "name a router on each."
         ),
         examples=("logs --follow", "logs router --lines 50", "logs replica --server cluster.example:50051"),
         takes="[PROCESS]",
@@ -157,14 +157,14 @@ COMMANDS: Final = (
     Command(
         name="doctor",
         target="doctor:doctor",
-        help="Check this machine and these settings, and say what to do about each finding.",
+        help="Check this machine and these settings, and suggest a fix for each finding.",
         details=(
             "Checks versions, devices, memory, ports, the model's files and tokenizer, the memory plan, and "
-            "whether a token's bits depend on its batch here. Takes the flags of `serve`. Exit code 0: nothing is "
-            "bad."
+            "whether a token's logits depend on its batch on this machine. Takes the flags of `serve`. Exit code 0: "
+            "no finding is bad."
         ),
         examples=("doctor --quick", "doctor --model ./my-model --tp 2"),
-        local="it examines the hardware, files and ports of the machine it runs on: run it there",
+        local="it examines hardware, files and ports: run it on the machine to be examined",
     ),
     Command(
         name="front",
@@ -180,7 +180,7 @@ COMMANDS: Final = (
     Command(
         name="completion",
         target="cli:completion",
-        help="Print the script with which a shell completes commands and flags.",
+        help="Print a shell script that completes commands and flags.",
         details=(
             "bash: holdfast completion bash > ~/.local/share/bash-completion/completions/holdfast; zsh: into a "
             "file _holdfast in a folder of $fpath; fish: into ~/.config/fish/completions/holdfast.fish"
@@ -195,10 +195,10 @@ COMMANDS: Final = (
         target="status:stats",
         help="Show the load and the KV cache of each replica of a running cluster.",
         details=(
-            "Blocks are used by requests, or free; cached blocks are free and still hold a prefix; wasted are the "
-            "slots of used blocks that hold no token. Shared: prompt tokens that several completions of one "
-            "request have in common. Drafts: share of draft tokens that were accepted. Counters start with the "
-            "replica; tokens/s are output tokens per second of stepping. A dash: no value yet."
+            "Used: KV blocks of running requests. Cached: free blocks that still hold a prefix. Wasted: slots of used "
+            "blocks without a token. Shared: prompt tokens that several completions of one request have in common. "
+            "Drafts: share of draft tokens that were accepted. Counters start with the replica; tokens/s are output "
+            "tokens per second of step time. A dash: no value yet."
         ),
         examples=("stats", "stats --server cluster.example:50051"),
     ),
@@ -207,9 +207,8 @@ COMMANDS: Final = (
         target="simulate:simulate",
         help="Run the routing and scheduling code in virtual time under faults, and check every token.",
         details=(
-            "The same seed always gives the same simulation; exit code 1 if a promise was broken. With --replicas "
-            "no fault is injected: a load is served, and what its clients would see is printed for each routing "
-            "policy."
+            "The same seed always gives the same simulation. Exit code 1: an invariant was violated. With --replicas, "
+            "no faults are injected: a load is served, and its clients' latencies are printed for each routing policy."
         ),
         examples=("simulate --seeds 0:100", "simulate --replay 7"),
         local="it runs in this process and needs no cluster",
@@ -218,21 +217,18 @@ COMMANDS: Final = (
         name="estimate",
         target="estimate:estimate",
         help="Print how much memory a model needs, without loading it.",
-        details=(
-            "Figures are per rank. Unless a setting of the KV cache is given, its size is the one that this "
-            "machine would use."
-        ),
+        details=("Figures are per rank. Without a setting for the KV cache, its size is this machine's default."),
         examples=("estimate ./my-model --tp 2", "estimate ./my-model --device h100"),
         takes="[MODEL]",
-        local="it reads the model's config.json, which may lie on this machine alone; no cluster is needed",
+        local="it reads the model's config.json on this machine and needs no cluster",
     ),
     Command(
         name="evaluate",
         target="evaluate:evaluate",
         help="Measure a model's perplexity on a text, and how far it is from a reference.",
         details=(
-            "Log-probabilities are those that are served as prompt_logprobs. With --reference: the Kullback-Leibler "
-            "divergence, and the share of positions with the same likeliest token."
+            "Log-probabilities are the values of prompt_logprobs. With --reference: the Kullback-Leibler divergence, "
+            "and the share of positions with the same most likely token."
         ),
         examples=(
             "evaluate ./my-model --text book.txt",
@@ -246,17 +242,17 @@ COMMANDS: Final = (
         target="quantize:quantize",
         help="Quantize a plain checkpoint into a new folder in compressed-tensors.",
         details=(
-            "vLLM loads the folder as well. Serving it gives the bits of serving the checkpoint with --quantization. "
-            "It appears when it is complete."
+            "vLLM loads the folder as well. Its outputs are bit for bit the outputs of the checkpoint served with "
+            "--quantization. The folder appears when it is complete."
         ),
         examples=("quantize ./my-model ./my-model-int4", "quantize ./my-model ./my-model-fp8 --scheme fp8"),
         takes="IN OUT",
-        local="it reads and writes folders of the machine it runs on, and no cluster is needed",
+        local="it reads and writes folders on this machine and needs no cluster",
     ),
     *OPERATING,
 )
 
 
-def of_words(arguments: tuple[str, ...]) -> Command | None:
-    """The command that a command line begins with; None where it begins with none."""
+def find_command(arguments: tuple[str, ...]) -> Command | None:
+    """The command that a command line begins with; None if it begins with no command's name."""
     return next((one for one in COMMANDS if arguments[: len(one.words)] == one.words), None)

@@ -1,5 +1,4 @@
-"""Entry point of the `holdfast` command: its list of commands, the exit codes of the process, and `holdfast
-completion`.
+"""Entry point of the `holdfast` command: its list of commands, its exit codes, and `holdfast completion`.
 
 Exit codes: 0 done, 1 failed, 2 the caller's mistake (usage, settings, input), 130 interrupted. The commands live in the
 files beside this one and are imported only when they run, so that `--help` stays fast.
@@ -12,9 +11,10 @@ from typing import Annotated, Final, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 
-from holdfast.cluster.commands.catalogue import COMMANDS, EXAMPLES, GROUPS, of_words
+from holdfast.cluster.commands.catalogue import COMMANDS, EXAMPLES, GROUPS, find_command
 from holdfast.cluster.commands.command import ESSENTIALS, MORE, OPERATIONS, examples_text
 from holdfast.cluster.commands.entry import EXIT_INTERRUPTED
+from holdfast.cluster.commands.help_page import HelpPage
 from holdfast.worker.errors import CallerError, ConfigurationError, HoldfastError
 
 EXIT_FAILED: Final = 1
@@ -38,15 +38,17 @@ app = App(
     help="LLM serving whose streams hold.",
     help_epilogue=examples_text(EXAMPLES),
     help_format="plaintext",
+    help_formatter=HelpPage(),
     version=version,
     group_commands=_GROUPS[MORE],
     suppress_keyboard_interrupt=False,
+    default_parameter=Parameter(negative_iterable=()),
 )
 app["--help"].group = app["--version"].group = _GROUPS[MORE]
 
 
 def _register() -> None:
-    """Gives `app` every command of the catalogue; its function is imported when it is used."""
+    """Adds every command of the catalogue to `app`; a command's function is imported when the command runs."""
     parents = {"": app}
     for name, about in GROUPS.items():
         of_group = tuple(one.examples[0] for one in COMMANDS if one.words[0] == name)
@@ -79,24 +81,24 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def command(arguments: Sequence[str]) -> object:
-    """Runs one command line and returns what its command returns. Raises what `exit_code` has a code for."""
+    """Runs one command line and returns its command's result. Raises the errors that `exit_code` handles."""
     _check_server(tuple(arguments))
     *words, last = arguments or ("",)
     if last in app.help_flags and any(one.words == tuple(words) for one in COMMANDS):
-        app.help_print(words)  # which parsing would call after it had read all flags: a fifth of the time
+        app.help_print(words)  # parsing would read all flags first: a fifth of the time
         return None
     return app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
 
 
 def _check_server(arguments: tuple[str, ...]) -> None:
-    """Raises `ConfigurationError` for `--server` with a command that works on its own machine alone."""
-    found = of_words(arguments)
+    """Raises `ConfigurationError` for `--server` with a command that works only on its own machine."""
+    found = find_command(arguments)
     if found is not None and found.local and any(word.partition("=")[0] == "--server" for word in arguments):
         raise ConfigurationError(f"{found.name} --server: this command has no --server, because {found.local}")
 
 
 def exit_code(action: Callable[[], object]) -> int:
-    """The exit code that an action's end means. Holdfast's own errors are printed, in a line each."""
+    """Runs `action` and returns the process's exit code. An error of Holdfast is printed as one line."""
     try:
         result = action()
     except CycloptsError as error:

@@ -10,6 +10,8 @@ ESSENTIALS: Final = "Essentials"
 OPERATIONS: Final = "Operations"
 MORE: Final = "More"
 
+API_KEY: Final = "With --server, the API key is read from the variable HOLDFAST_API_KEY."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
@@ -30,7 +32,7 @@ class Command:
     """Positional arguments, as the usage line shows them."""
     has_options: bool = True
     local: str = ""
-    """Why it has no `--server`; empty: it has one."""
+    """Reason why the command has no `--server`; empty: it has one."""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -45,7 +47,7 @@ class Command:
     @property
     def description(self) -> str:
         """The text of the command's own help; a list of commands shows the first paragraph of it."""
-        return "\n\n".join(filter(None, (self.help, self.details)))
+        return "\n\n".join(filter(None, (self.help, self.details, "" if self.local else API_KEY)))
 
     @property
     def epilogue(self) -> str:

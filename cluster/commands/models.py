@@ -1,4 +1,4 @@
-"""Commands `holdfast models`: list, add, update, roll back and remove models of a cluster, here or elsewhere."""
+"""Commands `holdfast models`: list, add, update, roll back and remove models of a cluster, local or at `--server`."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # --- on another machine ---
 
 SERVER_HELP: Final = (
-    "host:port of a running router, on any machine; unset: the cluster of this machine, or of --address"
+    "host:port of a running router, on any machine; unset: the cluster on this machine, or on the Ray at --address"
 )
 
 _OF_CONNECTIONS: Final = ("cluster.address", "cluster.namespace")
@@ -30,7 +30,7 @@ _OF_CONNECTIONS: Final = ("cluster.address", "cluster.namespace")
 
 
 def check_remote(settings: Layer, **unusable: object) -> None:
-    """Refuses flags that mean this machine together with `--server`. `unusable` are options by name, None if not given.
+    """Refuses `--server` together with flags that concern this machine. `unusable`: options by name, None if not given.
 
     Raises `ConfigurationError`.
     """
@@ -41,9 +41,9 @@ def check_remote(settings: Layer, **unusable: object) -> None:
 
 
 def given_settings(loaded: "LoadedConfig", sections: Iterable[str]) -> str:
-    """The settings of these sections that come from a file, a variable or a flag, as nested JSON for a router.
+    """Settings of these sections that a file, a variable or a flag sets, as nested JSON for a router.
 
-    A chat template's file is read here.
+    The path of a chat template is replaced by the file's text.
     """
     from holdfast.cluster.config.chat_templates import with_template_texts
     from holdfast.cluster.config.config import is_given
@@ -54,7 +54,7 @@ def given_settings(loaded: "LoadedConfig", sections: Iterable[str]) -> str:
 def settings_text(
     config: "HoldfastConfig", sections: Iterable[str], is_sent: Callable[[str], bool] = lambda _: True
 ) -> str:
-    """The settings of these sections that `is_sent` chooses by their paths, as nested JSON for a router."""
+    """Settings of these sections whose paths `is_sent` accepts, as nested JSON for a router."""
     tree: Mapping[str, Mapping[str, Any]] = config.model_dump(mode="json")
     chosen = {
         section: {
@@ -68,7 +68,7 @@ def settings_text(
 
 
 def change_model(server: str, loaded: "LoadedConfig", **change: Mapping[str, object]) -> Any:
-    """Has the router at `server` make a change (`add={"settings": ...}`), and shows its progress.
+    """Sends a change (`add={"settings": ...}`) to the router at `server`, and shows its progress.
 
     Returns a `holdfast.v1.ModelChangeResult`. Raises `HoldfastError`.
     """
@@ -97,8 +97,8 @@ Pid = Annotated[
 ]
 Server = Annotated[str | None, Parameter(help=SERVER_HELP)]
 
-OF_REPLICA = ("model", "parallel", "cache", "scheduler", "health", "speculation", "scaling")
-OF_ROUTERS = (
+MODEL_SECTIONS = ("model", "parallel", "cache", "scheduler", "health", "speculation", "scaling")
+ROUTER_SETTINGS = (
     "host",
     "port",
     "http_port",
@@ -108,12 +108,25 @@ OF_ROUTERS = (
     "router_labels",
     "object_store_memory",
     "models",
+    "http_front_port",
 )
-OF_REPLICAS = ("replicas", "cpus_per_rank", "rank_resources", "rank_labels", "span_nodes", "domain_label")
-NOT_WHICH = tuple(f"cluster.{name}" for name in (*OF_ROUTERS, *OF_REPLICAS))
+REPLICA_SETTINGS = (
+    "replicas",
+    "cpus_per_rank",
+    "rank_resources",
+    "rank_labels",
+    "span_nodes",
+    "domain_label",
+    "engine_port",
+    "metrics_port",
+)
+LAYOUT_SETTINGS = tuple(f"cluster.{name}" for name in (*ROUTER_SETTINGS, *REPLICA_SETTINGS))
+"""Settings of `cluster` that lay out routers and replicas; the others choose a cluster and drain it."""
 
 
-@takes_settings(*OF_REPLICA, "cluster", "client", without=("model.model", *(f"cluster.{name}" for name in OF_ROUTERS)))
+@takes_settings(
+    *MODEL_SECTIONS, "cluster", "client", without=("model.model", *(f"cluster.{name}" for name in ROUTER_SETTINGS))
+)
 def add(
     model: Annotated[str, Parameter(help="a Hugging Face folder, a GGUF file, a hub id, `smollm2` or `demo`")],
     /,
@@ -129,7 +142,7 @@ def add(
     loaded = load_config({**settings, "model.model": Setting(model, "MODEL")}, config)
     if server is not None:
         check_remote(settings, pid=pid)
-        added = change_model(server, loaded, add={"settings": given_settings(loaded, (*OF_REPLICA, "cluster"))})
+        added = change_model(server, loaded, add={"settings": given_settings(loaded, (*MODEL_SECTIONS, "cluster"))})
         return _say_added(added.model, added.num_replicas)
     with connected(loaded.config, pid), progress(sys.stderr) as report:
         from holdfast.cluster.serve.serving import add_model
@@ -143,7 +156,7 @@ def _say_added(name: str, num_replicas: int) -> int:
     return 0
 
 
-@takes_settings("cluster", "client", without=NOT_WHICH)
+@takes_settings("cluster", "client", without=LAYOUT_SETTINGS)
 def remove(
     name: Annotated[str, Parameter(help="the model's name in the API")],
     /,
@@ -176,7 +189,7 @@ def given_drain(loaded: "LoadedConfig") -> dict[str, object]:
     return {"drain_timeout_seconds": loaded.config.cluster.drain_timeout_s} if is_given(loaded, path) else {}
 
 
-@takes_settings("cluster", "client", without=(*NOT_WHICH, "cluster.drain_timeout_s"))
+@takes_settings("cluster", "client", without=(*LAYOUT_SETTINGS, "cluster.drain_timeout_s"))
 def show(*, server: Server = None, pid: Pid = None, settings: Layer) -> int:
     """List the models of a running cluster."""
     from holdfast.cluster.config.config import load_config
@@ -225,7 +238,10 @@ _CANARY = "share of new requests that a canary gets, in (0, 1]; default: no cana
 
 
 @takes_settings(
-    *OF_REPLICA, "cluster", "client", without=("model.served_model_name", *(f"cluster.{name}" for name in OF_ROUTERS))
+    *MODEL_SECTIONS,
+    "cluster",
+    "client",
+    without=("model.served_model_name", *(f"cluster.{name}" for name in ROUTER_SETTINGS)),
 )
 def update(
     name: Annotated[str, Parameter(help="the model's name in the API")],
@@ -266,7 +282,7 @@ def update(
             raise ConfigurationError("--audit (with --server): the audit needs this machine's key, as --known-answers")
         change = {
             "model": name,
-            "settings": given_settings(loaded, (*OF_REPLICA, "cluster")),
+            "settings": given_settings(loaded, (*MODEL_SECTIONS, "cluster")),
             "canary_share": canary,
             "canary_seconds": canary_for,
             "min_requests": min_requests,
@@ -296,7 +312,7 @@ def _say_updated(name: str, updated: Any) -> int:
     return 0
 
 
-@takes_settings("cluster", "client", without=NOT_WHICH)
+@takes_settings("cluster", "client", without=LAYOUT_SETTINGS)
 def rollback(
     name: Annotated[str, Parameter(help="the model's name in the API")],
     /,

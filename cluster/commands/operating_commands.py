@@ -5,8 +5,8 @@ from typing import Final
 from holdfast.cluster.commands.command import OPERATIONS, Command
 
 _KEY_FILE: Final = (
-    "API keys are a file that the routers read, and a key never travels: run it where that file is written, or write "
-    "the file (a Kubernetes secret, say) from here with --file"
+    "API keys are a file that the routers read, and no key is sent over the network: run the command on the machine "
+    "with that file, or write the file here with --file and copy it (to a Kubernetes secret, say)"
 )
 _RAY_NODE: Final = "it drains the Ray node of the machine it runs on: run it there (`kubectl exec`, or a preStop hook)"
 
@@ -23,7 +23,7 @@ OPERATING: Final = (
         name="drain",
         target="admin:drain",
         help="Take a replica out of service.",
-        details="It gets no new requests; its running requests move to other replicas, or finish.",
+        details="The replica gets no new requests; its running requests move to other replicas, or finish.",
         examples=("drain r0", "drain r0 --server cluster.example:50051"),
         group=OPERATIONS,
         takes="REPLICA",
@@ -57,9 +57,7 @@ OPERATING: Final = (
         name="log-level",
         target="admin:log_level",
         help="Set the log level of routers and replicas.",
-        details=(
-            "The level of routers and of each replica's leader: DEBUG, INFO, WARNING or ERROR. Ranks keep theirs."
-        ),
+        details="Applies to routers and to each replica's leader. Ranks keep their level.",
         examples=("log-level debug", "log-level warning --server cluster.example:50051"),
         group=OPERATIONS,
         takes="LEVEL",
@@ -76,7 +74,7 @@ OPERATING: Final = (
         name="models list",
         target="models:show",
         help="List the models of a running cluster, with state, replicas and versions.",
-        details=("State and number of replicas of each model; of replicas that do not serve yet, what they are doing."),
+        details="For replicas that do not serve yet: the phase of their start, such as loading weights.",
         examples=("models list", "models list --server cluster.example:50051"),
     ),
     Command(
@@ -99,9 +97,9 @@ OPERATING: Final = (
         target="models:update",
         help="Replace a model by another version, replica by replica, without ending a stream.",
         details=(
-            "The given settings change; all others stay as the model runs now. Streams that have begun finish on "
-            "the old version; streams that have not finished drain_timeout_s after its last replica began to "
-            "drain end with an error."
+            "The given settings change; all others keep the values with which the model runs. Streams that have begun "
+            "finish on the old version. A stream that still runs drain_timeout_s after the last old replica began to "
+            "drain ends with an error."
         ),
         examples=(
             "models update chat --model ./chat-v2",
@@ -120,19 +118,22 @@ OPERATING: Final = (
     Command(
         name="models add-adapter",
         target="admin:add_adapter",
-        help="Serve a LoRA adapter beside its model, under a name of its own.",
+        help="Add a LoRA adapter to a model of a running cluster, under its own name.",
         details=(
-            "A replica loads it and computes a token with it first: one that cannot be applied whole is refused by "
-            "name, and nothing changes. Routers and replicas read the folder, so all of them must see it."
+            "A replica first loads the adapter and computes a token with it. An adapter with tensors that the model "
+            "cannot apply is refused, and nothing changes. Routers and replicas read the folder from the same path."
         ),
-        examples=("models add-adapter sql ./adapters/sql", "models add-adapter sql ./sql-2 --replace"),
+        examples=(
+            "models add-adapter sql ./adapters/sql",
+            "models add-adapter sql /adapters/sql-2 --replace --server cluster.example:50051",
+        ),
         takes="NAME PATH",
     ),
     Command(
         name="models remove-adapter",
         target="admin:remove_adapter",
-        help="Serve a LoRA adapter no more.",
-        examples=("models remove-adapter sql",),
+        help="Remove a LoRA adapter from a running cluster.",
+        examples=("models remove-adapter sql", "models remove-adapter sql --server cluster.example:50051"),
         takes="NAME",
     ),
     Command(
@@ -158,7 +159,7 @@ OPERATING: Final = (
         name="keys add",
         target="keys:add",
         help="Create an API key and print it, once.",
-        details="The key is shown this once: the file has only its hash.",
+        details="The key is not shown again: the file stores only its hash.",
         examples=("keys add alice --models demo --requests-per-minute 60", "keys add ops --operator --file keys.json"),
         takes="NAME",
         local=_KEY_FILE,

@@ -89,7 +89,7 @@ def verify(
     url: Annotated[str, Parameter(help="http(s)://HOST:PORT; /v1 is added where there is no path")],
     /,
     *,
-    model: Annotated[str, Parameter(help="as the server names it; unset: its first")] = "",
+    model: Annotated[str, Parameter(help="name of the model on the server; unset: the server's first model")] = "",
     key: Annotated[str, Parameter(help="API key; other users of this machine can see it: --key-file hides it")] = "",
     key_file: Annotated[Path | None, Parameter(help="a file with the API key")] = None,
     what: Annotated[WhatFlags, Parameter(name="*")] = _NO_WHAT,

@@ -65,16 +65,16 @@ ModelEntries = Annotated[tuple[ModelEntry, ...], BeforeValidator(read_models)]
 
 
 CONFIG_FILE_VARIABLE: Final = "HOLDFAST_CONFIG"
-"""Names a configuration file where no `--config` does."""
+"""Variable that names the configuration file if there is no `--config`."""
 
 API_KEY_VARIABLE: Final = "HOLDFAST_API_KEY"
-"""Another name of `client.api_key`."""
+"""Variable that sets `client.api_key`."""
 
-COUNTED_ELSEWHERE: Final = ("CPU", "GPU", "memory", "object_store_memory")
-"""Resources that Ray counts by arguments of their own; these are no custom resources."""
+BUILT_IN_RESOURCES: Final = ("CPU", "GPU", "memory", "object_store_memory")
+"""Resources for which Ray has separate arguments; they cannot be custom resources."""
 
 LEAST_AMOUNT: Final = 0.0001
-"""The smallest part of a resource that Ray counts."""
+"""Minimum amount of a custom resource; Ray counts in units of 1/10,000."""
 
 
 def _read_resources(value: object) -> object:
@@ -89,7 +89,7 @@ def _read_resources(value: object) -> object:
 
 def _check_resources(value: Mapping[str, float]) -> Mapping[str, float]:
     for name in value:
-        if name in COUNTED_ELSEWHERE:
+        if name in BUILT_IN_RESOURCES:
             raise ValueError(f"{name} is not a custom resource: name those of `ray start --resources`")
     return value
 
@@ -114,7 +114,7 @@ LabelSelector = Annotated[dict[str, str], BeforeValidator(_read_labels)]
 
 
 def _shifted(port: int | None, number: int) -> int | None:
-    """The port of the router of a number: 0, any free one, and none are the same for all."""
+    """The port of router `number`: `port` + `number`; 0 (a free port) and None are the same for all routers."""
     return port + number if port else port
 
 
@@ -133,34 +133,34 @@ class ClusterConfig(Settings):
     )
     port: int = Field(50051, ge=0, le=65535, description="gRPC port of the first router; 0: free ports for all routers")
     http_port: int | None = Field(
-        8000, ge=0, le=65535, description="HTTP port of the first router; 0: a free one, none: no HTTP"
+        8000, ge=0, le=65535, description="HTTP port of the first router; 0: a free port, none: no HTTP"
     )
     http_front_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="port of one HTTP address before all routers of this machine, under which streams of any client "
-        "survive the loss of a router; 0: a free one, none: none",
+        description="port of an HTTP proxy before all routers of this machine, through which streams of any client "
+        "survive the loss of a router; 0: a free port, none: no proxy",
     )
     admin_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="gRPC port of the first router for operators, on loopback: channelz; 0: a free one, none: none",
+        description="port of gRPC's channelz on the first router, on loopback; 0: a free port, none: no channelz",
     )
     engine_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="port of vLLM's engine protocol on the first replica of a machine, the next ones on the next; 0: "
-        "free ones, none: it is not served",
+        description="port of vLLM's engine protocol on a machine's first replica; further replicas take the following "
+        "ports; 0: free ports, none: not served",
     )
     metrics_port: int | None = Field(
         None,
         ge=0,
         le=65535,
-        description="port of Prometheus metrics on the first replica of a machine, the next ones on the next; 0: free "
-        "ones, none: only routers export metrics of replicas",
+        description="port of Prometheus metrics on a machine's first replica; further replicas take the following "
+        "ports; 0: free ports, none: only routers export the metrics of replicas",
     )
     address: str | None = Field(
         None, description="an existing Ray cluster to join (`auto` or host:port); unset: start one"
@@ -174,7 +174,9 @@ class ClusterConfig(Settings):
         {}, description="custom Ray resources of each router, besides one CPU, e.g. front_door=1"
     )
     rank_labels: LabelSelector = Field(
-        {}, description="labels that a node must have for ranks to run there, e.g. pool=chat; values as Ray selects by"
+        {},
+        description="labels that a node must have for ranks to run there, e.g. pool=chat; values in Ray's selector "
+        "syntax",
     )
     router_labels: LabelSelector = Field(
         {}, description="labels that a node must have for routers to run there, e.g. pool=routers"
@@ -187,11 +189,13 @@ class ClusterConfig(Settings):
     domain_label: str | None = Field(
         None,
         min_length=1,
-        description="with `span_nodes`, a label whose equal values mean fast links between nodes, such as an NVLink "
-        "domain: the ranks of a model go to one of these domains, if one has room",
+        description="with `span_nodes`, a node label of the domains with fast links, such as NVLink domains; the ranks "
+        "of a replica go to one domain if one has room",
     )
     object_store_memory: Bytes = Field(
-        100 * 2**20, ge=80 * 2**20, description="object store of a Ray that is started here; no token is stored there"
+        100 * 2**20,
+        ge=80 * 2**20,
+        description="size of the object store of a Ray that is started here; no token is stored there",
     )
     drain_timeout_s: float = Field(
         30.0,
@@ -294,12 +298,12 @@ class HoldfastConfig(Settings):
 
     @property
     def first_replicas(self) -> int:
-        """Replicas of the model at first. Routers learn of a model from a replica: one at rest begins with one."""
+        """Initial number of replicas; at least 1, since routers learn of a model from a replica."""
         return max(self.cluster.replicas, self.scaling.min_replicas) if self.scaling.is_on else self.cluster.replicas
 
     @property
     def most_replicas(self) -> int:
-        """Replicas of the model at most."""
+        """Maximum number of replicas of the model."""
         return self.scaling.max_replicas or self.cluster.replicas
 
     @property
@@ -327,7 +331,7 @@ class HoldfastConfig(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """A validated tree, and beside it where each value came from (dotted path to source)."""
+    """Validated settings, and the source of each value by its dotted path."""
 
     config: HoldfastConfig
     sources: Mapping[str, str]
@@ -343,7 +347,7 @@ def load_config(
 ) -> LoadedConfig:
     """Reads all sources; `environ` is the process's own unless given.
 
-    Raises `ConfigurationError`, naming setting, value and source, for whatever is wrong.
+    Raises `ConfigurationError` with the name, value and source of a wrong setting.
     """
     environ = os.environ if environ is None else environ
     file = file or environ.get(CONFIG_FILE_VARIABLE) or None

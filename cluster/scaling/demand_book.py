@@ -139,30 +139,34 @@ class Level:
 
 
 class ScalingConfig(Settings):
-    """Bounds on the number of replicas of a model, which follows its load. Without `max_replicas` it is fixed:
-    `cluster.replicas`.
-    """
+    """Autoscaling of a model's replicas between two bounds. Without `max_replicas` the number is `cluster.replicas`."""
 
     max_replicas: int | None = Field(
-        None, ge=1, description="replicas of a model at most; unset: as many as `replicas`, whatever the load"
+        None, ge=1, description="maximum replicas of a model; unset: no autoscaling, always `replicas`"
     )
     min_replicas: int = Field(
-        1, ge=0, description="replicas of a model at least; 0: an idle model has none, and requests wait for a start"
+        1,
+        ge=0,
+        description="minimum replicas of a model; 0: an idle model has none, and a new request waits for a start",
     )
     target_ttft_s: float = Field(
-        2.0, gt=0, description="seconds to the first token that nine of ten requests should keep to"
+        2.0, gt=0, description="target of the 90th percentile of the time to the first token in seconds"
     )
     target_use: float = Field(
-        0.7, gt=0, le=1, description="share of a replica's sequences, KV blocks or prefill time that is used on purpose"
+        0.7, gt=0, le=1, description="target utilization of a replica's sequences, KV blocks and prefill time"
     )
     startup_s: float = Field(
-        10.0, gt=0, description="seconds from the decision for a replica until it serves, before any was measured"
+        10.0,
+        gt=0,
+        description="expected seconds from the start of a replica until it serves, until a start was measured",
     )
     downscale_after_s: float = Field(
-        120.0, ge=0, description="seconds for which fewer replicas must have been enough before one is taken away"
+        120.0, ge=0, description="seconds for which fewer replicas must have sufficed before one is removed"
     )
     zero_after_s: float = Field(
-        600.0, ge=0, description="seconds without a request after which the last replica goes, where min_replicas is 0"
+        600.0,
+        ge=0,
+        description="seconds without a request after which the last replica is removed, if min_replicas is 0",
     )
     cold_start_wait_s: float = Field(
         120.0, gt=0, description="seconds that requests wait for the first replica of a model scaled to zero"

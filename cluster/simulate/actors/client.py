@@ -101,7 +101,7 @@ class SimulatedClient:
         self._max_model_len = max_model_len
         self._sequences: list[CheckedSequence] = []
         self._record = ResumeRecord()
-        self.num_begun_anew = 0
+        self.num_restarted = 0
         """Times that its version was gone before the end."""
         self._is_new = True
         """Whether there is nothing to resume."""
@@ -136,8 +136,8 @@ class SimulatedClient:
         return sum(sequence.num_tokens for sequence in self._sequences)
 
     @property
-    def is_wronged(self) -> bool:
-        """Whether it was taken for a poison, and is none."""
+    def is_falsely_quarantined(self) -> bool:
+        """Whether the request was quarantined although it is not poisonous."""
         return self.outcome == "quarantined" and not self.planned.is_poison
 
     def _expect_all(self) -> None:
@@ -314,7 +314,7 @@ class SimulatedClient:
                 raise Violation(f"{self}: {error}, and it was the newest")
             case VersionGoneError():
                 require(self.num_tokens > 0, f"{self}: {error}, and it could have begun on any version")
-                self.num_begun_anew += 1
+                self.num_restarted += 1
                 self._expect_all()
                 self._reconnect()
             case ReplicaError() | RequestAbortedError():

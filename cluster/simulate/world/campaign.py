@@ -35,7 +35,7 @@ def run_campaign(
     async_scheduling: bool = False,
     on_done: Callable[[int], None] = lambda num: None,
 ) -> Campaign:
-    """Simulates the seeds in order, until `max_failures` have failed. `on_done` hears how many have been simulated."""
+    """Simulates the seeds in order, until `max_failures` have failed. `on_done` gets the number of simulated seeds."""
     campaign = Campaign(async_scheduling=async_scheduling)
     for outcome in _outcomes(seeds, jobs, partial(simulate, async_scheduling=async_scheduling)):
         campaign.tally.add(outcome.tally)
@@ -62,27 +62,27 @@ _MAX_WIDTH: Final = 160  # characters of a line
 
 
 def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
-    """Prints what the simulations went through, and for each failure the command that repeats it."""
+    """Prints the counts of the simulations, and for each failure the command that repeats it."""
     tally = campaign.tally
     rows = (
         ("simulations", f"{tally.num_simulations:,} ({tally.simulated_s:,.0f} simulated s in {wall_s:.1f} s)"),
         ("requests", f"{tally.num_requests:,} ({60 * tally.num_requests / wall_s:,.0f} a minute)"),
         ("", _counts(tally.outcomes)),
-        ("tokens", f"{tally.num_tokens:,} received, {tally.num_tokens_drawn:,} drawn in {tally.num_steps:,} steps"),
+        ("tokens", f"{tally.num_tokens:,} received, {tally.num_sampled_tokens:,} sampled in {tally.num_steps:,} steps"),
         *([("planned ahead", f"{tally.num_ahead:,} steps")] if campaign.async_scheduling else []),
         ("events", f"{tally.num_events:,}"),
         ("faults", f"{sum(tally.faults.values()):,}"),
         ("", _counts(tally.faults)),
-        ("reconnects", f"{tally.num_reconnects:,}, with what a client had received until then"),
-        ("stragglers", f"{tally.num_stragglers:,} calls, {tally.num_turned_away:,} turned away for a newer one"),
-        ("condemned", f"{tally.num_condemned:,} frozen replicas"),
-        ("begun anew", f"{tally.num_begun_anew:,} requests, because an update removed the version that they ran on"),
-        ("poisoned", f"{tally.num_poisoned:,} replicas, by requests that kill the replicas that run them"),
+        ("reconnects", f"{tally.num_reconnects:,}, each with the client's resume record"),
+        ("stragglers", f"{tally.num_stragglers:,} late calls, {tally.num_turned_away:,} superseded by a newer one"),
+        ("killed", f"{tally.num_condemned:,} frozen replicas, by their health checks"),
+        ("restarted", f"{tally.num_restarted:,} requests, because an update removed the version that they ran on"),
+        ("poisoned", f"{tally.num_poisoned:,} replicas, crashed by poisonous requests"),
         ("attacks", f"{sum(tally.attacks.values()):,}"),
         ("", _counts(tally.attacks)),
         ("hung", f"{tally.num_hung:,} routers, killed by their hang supervisors"),
         ("crashed", f"{tally.num_crashed:,} routers, by requests of attacks that they were reading"),
-        ("wronged", f"{tally.num_wronged:,} requests, quarantined for deaths that were not their fault"),
+        ("false alarms", f"{tally.num_falsely_quarantined:,} quarantined requests that had crashed nothing"),
         ("promises broken", str(len(campaign.failures))),
     )
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -96,7 +96,7 @@ def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
 
 
 def replay(console: Console, seed: int, num_events: int, *, async_scheduling: bool = False) -> Outcome:
-    """Runs one seed again and tells its scenario and its last events."""
+    """Runs one seed again and prints its last `num_events` events."""
     last: deque[Event] = deque(maxlen=num_events)
     outcome = simulate(seed, last.append, async_scheduling=async_scheduling)
     for event in last:

@@ -65,28 +65,28 @@ class Tally:
     num_requests: int = 0
     num_tokens: int = 0
     """Received by clients."""
-    num_tokens_drawn: int = 0
-    """Tokens drawn by replicas: the rest was lost on the way, or drawn again elsewhere."""
+    num_sampled_tokens: int = 0
+    """Tokens sampled by replicas. More than `num_tokens`: some were lost on the way, or sampled again elsewhere."""
     num_steps: int = 0
     num_ahead: int = 0
     """Steps that were planned before the result of the step before them."""
     num_events: int = 0
     num_reconnects: int = 0
-    """Times that a client went to the next router, with what it had."""
+    """Number of calls that clients resumed at the next router."""
     num_stragglers: int = 0
-    """Calls that came to a router late, if at all."""
+    """Calls that came to a router late, or never."""
     num_turned_away: int = 0
-    """Requests turned away because a newer one was there."""
+    """Calls that ended because a newer call of the same request had arrived."""
     num_condemned: int = 0
-    num_begun_anew: int = 0
-    """Requests whose version was gone before their end, and that clients made anew."""
+    num_restarted: int = 0
+    """Requests that clients sent again from the beginning, because an update had removed their version."""
     num_poisoned: int = 0
     num_hung: int = 0
     """Routers that their hang supervisors killed."""
     num_crashed: int = 0
     """Routers that ended while they read a request of an attack."""
-    num_wronged: int = 0
-    """Requests that were quarantined and are no poison."""
+    num_falsely_quarantined: int = 0
+    """Quarantined requests that are not poisonous."""
     simulated_s: float = 0.0
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
@@ -234,7 +234,7 @@ class World:
             num_simulations=1,
             num_requests=len(self.clients),
             num_tokens=sum(client.num_tokens for client in self.clients),
-            num_tokens_drawn=sum(replica.num_tokens for replica in self.replicas),
+            num_sampled_tokens=sum(replica.num_tokens for replica in self.replicas),
             num_steps=sum(replica.num_steps for replica in self.replicas),
             num_ahead=sum(replica.num_ahead for replica in self.replicas),
             num_events=self.timeline.num_events,
@@ -242,9 +242,9 @@ class World:
             num_stragglers=len(stragglers),
             num_turned_away=sum(straggler.was_turned_away for straggler in stragglers),
             num_condemned=sum(replica.num_condemned for replica in self.replicas),
-            num_begun_anew=sum(client.num_begun_anew for client in self.clients),
+            num_restarted=sum(client.num_restarted for client in self.clients),
             num_poisoned=sum(replica.num_poisoned for replica in self.replicas),
-            num_wronged=sum(client.is_wronged for client in self.clients),
+            num_falsely_quarantined=sum(client.is_falsely_quarantined for client in self.clients),
             num_hung=sum(router.num_hung for router in self.routers),
             num_crashed=sum(router.num_crashed for router in self.routers),
             simulated_s=self.timeline.now,
@@ -257,42 +257,45 @@ class World:
         timeline, after_event = self.timeline, self._checks.after_event
         while timeline.next_s <= time_s and timeline.step():
             after_event()
-            require(timeline.num_events < MAX_EVENTS, "there is no end to it")
+            require(timeline.num_events < MAX_EVENTS, f"the simulation did not end within {MAX_EVENTS:,} events")
             if timeline.num_events % 64 == 0 and is_enough():
                 return
 
     def _check_poison(self) -> None:
-        """A poison takes a few replicas and no more, at each router that it comes to.
+        """Checks that a poisonous request crashes at most `max_replicas_lost` + 1 replicas per router that it reached.
 
-        Nobody else is taken for one, however many routers there are, if it is the only one, keeps to its router, and
-        nothing else takes replicas.
+        No other request may be quarantined if there is one poisonous request, it keeps its router, and no fault takes
+        replicas or routers.
         """
         num_killed = sum(replica.num_poisoned for replica in self.replicas)
         num_sent = sum(client.num_connections for client in self.clients if client.planned.is_poison)
-        # A replica that was to go, or that a router had lost already, dies without being counted.
+        # The crash of a draining replica, or of one that a router had already lost, does not count against a request.
         num_losses = sum(
             len(self.replicas) if fault.kind == UPDATE else fault.kind in LOSSES for fault in self.scenario.faults
         )
         most = (self.scenario.router.max_replicas_lost + 1) * num_sent + num_losses
-        require(num_killed <= most, f"poison killed {num_killed} replicas, and {most} would do to know it")
+        require(num_killed <= most, f"poisonous requests crashed {num_killed} replicas, more than the bound of {most}")
         has_one_poison = sum(client.planned.is_poison for client in self.clients) == 1
         loses_routers = self.scenario.attack is not None or any(
             fault.kind in ROUTER_LOSSES for fault in self.scenario.faults
         )
         is_plain = has_one_poison and num_sent == 1 and num_losses == 0 and not loses_routers
         for client in self.clients:
-            require(not (is_plain and client.is_wronged), f"{client} was taken for poison")
+            is_wrong = is_plain and client.is_falsely_quarantined
+            require(not is_wrong, f"{client} was quarantined although it is not poisonous")
 
     def _check_calm(self) -> None:
-        """Checks that without faults requests do each other no harm, however many come and however short their time."""
+        """Checks that without faults no router loses a replica, and that no storm makes other requests expire."""
         if not self.scenario.is_calm:
             return
         for router in self.routers:
             num_lost = router.dispatch_host.num_replicas_lost
-            require(num_lost == 0, f"{router} lost {num_lost} replicas to nothing")
+            require(num_lost == 0, f"{router} lost {num_lost} replicas without a fault")
         for client in self.clients:
             is_patient = client.planned.timeout_s == LONGEST_S
-            require(not is_patient or client.outcome != "expired", f"{client} had time, and expired")
+            require(
+                not is_patient or client.outcome != "expired", f"{client} expired although it had the longest timeout"
+            )
             ends_routers = self.scenario.attack is not None and self.scenario.attack.kind in ENDS
             is_reported = (
                 ends_routers or client.outcome != "expired" or client.is_notified or not client.planned.grace_s

@@ -108,6 +108,7 @@ def test_every_setting_of_the_worker_is_a_flag_of_serve(capsys):
     run(["serve", "--help"])
     shown = capsys.readouterr().out
     assert all(flag in shown for flag in ("--tp", "--replicas", "--max-num-seqs", "--kv-cache-memory", "--address"))
+    assert "Undefined" not in shown, "a default is missing"
 
 
 @pytest.mark.parametrize(

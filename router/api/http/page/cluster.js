@@ -1,11 +1,11 @@
 // The live view of the cluster: replicas, queue, and what happens to them. Asks once a second while it is looked at.
 
 const EVERY_MS = 1_000;
-const KINDS = { up: "is up", leaving: "is leaving", back: "stays after all", lost: "was lost" };
+const KINDS = { up: "is up", leaving: "is draining", back: "is no longer draining", lost: "was lost" };
 const DONE = {
-  drain: "gets nothing new, and what runs there moves",
-  undrain: "gets requests again",
-  kill: "is killed, and what ran there goes on elsewhere",
+  drain: "gets no new requests; its requests move to other replicas",
+  undrain: "gets new requests again",
+  kill: "is killed; its requests continue on other replicas",
 };
 
 export function watchCluster({ at, made, key, shortName, onModels }) {
@@ -41,9 +41,9 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     at("waiting").replaceChildren(
       ...cluster.waiting.map((one) => made("li", "", `${one.count} × ${one.class}, ${one.tenant || "no tenant"}, ${one.model}`)),
     );
-    if (!cluster.waiting.length) at("waiting").append(made("li", "quiet", "nothing waits"));
+    if (!cluster.waiting.length) at("waiting").append(made("li", "quiet", "no waiting requests"));
     at("sessions").replaceChildren(...cluster.sessions.slice(0, 12).map(session));
-    if (!cluster.sessions.length) at("sessions").append(made("li", "quiet", "no request went on from another one yet"));
+    if (!cluster.sessions.length) at("sessions").append(made("li", "quiet", "no sessions yet"));
     at("spoiled").replaceChildren(...cluster.spoiled.slice(0, 5).map(spoiled));
     at("events").replaceChildren(...cluster.events.slice(0, 20).map(event));
     announce(cluster.events[0]);
@@ -75,7 +75,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
   /** A client whose prompts begin with a line that changes with each call. */
   function spoiled(one) {
     const client = one.tenant ? `Tenant ${one.tenant}` : "A client";
-    return made("li", "overloaded", `${client} wastes its cache: ${number(one.tokens)} tokens computed behind a line that changes (rule ${one.rule})`);
+    return made("li", "overloaded", `${client} misses the prefix cache: ${number(one.tokens)} tokens computed after a line that changes with each request (rule ${one.rule})`);
   }
 
   const number = (count) => count.toLocaleString("en");
@@ -86,7 +86,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     const active = Object.entries(state.active).map(([action, resource]) => `${action.replaceAll("_", " ")} (${resource.replaceAll("_", " ")})`);
     const used = Object.entries(state.pressures).map(([name, share]) => `${name.replaceAll("_", " ")} ${percent(share)}`);
     const parts = [active.length ? `Overload: ${active.join(", ")}` : "No overload", used.join(", ")];
-    if (suspended) parts.push(`${counted(suspended, "stream")} suspended until read`);
+    if (suspended) parts.push(`${counted(suspended, "stream")} suspended by slow clients`);
     at("overload").textContent = parts.join("; ");
     at("overload").classList.toggle("overloaded", active.length > 0);
   }
@@ -108,7 +108,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
       row.orders.before(...row.cells);
       row.element.classList.toggle("leaving", one.is_retiring);
       row.isDrained = one.is_retiring;
-      row.button.textContent = one.is_retiring ? "Put back" : "Drain";
+      row.button.textContent = one.is_retiring ? "Undrain" : "Drain";
       row.kill.hidden = !areKillable;
     }
   }

@@ -1,4 +1,4 @@
-"""The page in headless Chromium: a chat streams, its replica is killed, and the text goes on as if nothing had been."""
+"""The page in headless Chromium: a chat streams, its replica is killed, and the text continues without a change."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -134,7 +134,7 @@ def test_a_chat_streams_and_goes_on_with_the_same_text_when_its_replica_is_kille
             other = next(replica for replica in replicas if replica is not busy)
             assert page.parts == [busy.replica_id, other.replica_id]
             (mark,) = page.find(".mark")
-            assert mark.text.endswith(f"goes on at {other.replica_id.split('#')[-1]}")
+            assert mark.text.endswith(f"continued on {other.replica_id.split('#')[-1]}")
             await page.until(lambda: page.find(".event.lost"))
             assert "tokens/s" in page.find(".figures")[-1].text
             assert not page.complaints()
@@ -241,7 +241,7 @@ def test_an_operator_drains_a_replica_under_a_chat_and_puts_it_back():
             busy = next(replica for replica in replicas if not replica.is_idle)
             await page.do(lambda: page.button_of(busy, "button").click())
             await page.until(lambda: "gets nothing new" in page.find("#order")[0].text)
-            await page.until(lambda: page.button_of(busy, "button").text == "Put back")
+            await page.until(lambda: page.button_of(busy, "button").text == "Undrain")
             assert await page.ended() == "true"
             assert page.text == undisturbed
             assert len(page.parts) == 2
