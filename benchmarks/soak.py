@@ -43,7 +43,6 @@ LOOK_S: Final = 1.0
 OVERLOAD: Final = re.compile(
     r'^holdfast_overload_(pressure_ratio|action_active|actions_total)\{\w+="(\w+)"\} (\S+)$', re.MULTILINE
 )
-START_LIMIT_S: Final = 300
 STOP_LIMIT_S: Final = 120
 REPEATED: Final = (
     ("The capital of France is", SamplingParams(temperature=0.0, max_tokens=24)),

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from holdfast.worker.sampling_params import MAX_LOGPROBS
+from holdfast.worker.parameters import MAX_LOGPROBS
 from holdfast.worker.settings import MAX_WHOLE, Bytes, Settings
 
 PolicyName = Literal["prefix_aware", "session_affinity", "power_of_two", "least_loaded", "round_robin", "random"]

@@ -13,8 +13,9 @@ from typing import Final, NamedTuple, Self
 from holdfast.router.events import CaughtUp, TextState
 from holdfast.router.generation import OutputDelta, Usage
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.parameters import GREEDY_TEMPERATURE
 from holdfast.worker.request import EngineRequest, FinishReason
-from holdfast.worker.sampling_params import GREEDY_TEMPERATURE, SamplingParams
+from holdfast.worker.sampling_params import SamplingParams
 
 MAX_SEQUENCES: Final = 2**16
 """Most sequences of one record: each prompt of a list, times n."""

@@ -11,8 +11,9 @@ from operator import attrgetter
 from struct import calcsize
 from typing import Final
 
+from holdfast.worker.parameters import GREEDY_TEMPERATURE
 from holdfast.worker.request import EngineRequest
-from holdfast.worker.sampling_params import GREEDY_TEMPERATURE, PARAMETERS, SamplingParams
+from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 
 DRAW_PARAMETERS: Final = tuple(
     sorted(

@@ -18,6 +18,24 @@ from pydantic_core import PydanticCustomError
 from holdfast.worker.errors import InvalidRequestError, shortened
 from holdfast.worker.structured_outputs import StructuredOutputs
 
+MAX_SEED: Final = 2**63 - 1
+"""Requests are drawn with seeds from 0 to this."""
+
+GREEDY_TEMPERATURE: Final = 1e-5
+"""Below this temperature a draw is an argmax."""
+
+MAX_LOGPROBS: Final = 1024
+"""Alternatives that can be asked for at each token."""
+
+ALL_LOGPROBS: Final = -1
+"""Asks for the whole vocabulary, where that is not more than may be asked for."""
+
+MAX_LOGPROB_TOKEN_IDS: Final = 128
+"""Tokens that can be asked for by their ids at each token."""
+
+MAX_BEAM_WIDTH: Final = 10
+"""A beam search looks at twice as many candidates as it has beams."""
+
 FIELD: Final = "sampling_params"
 """Field of requests that holds the parameters: refusals name a parameter with this prefix."""
 

@@ -13,10 +13,15 @@ from pydantic import AfterValidator, Field
 
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import (
+    ALL_LOGPROBS,
     AT_LEAST_ZERO,
     BIASES,
     FIELD,
+    MAX_BEAM_WIDTH,
     MAX_LOGIT_BIAS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_LOGPROBS,
+    MAX_SEED,
     NOT_BLANK,
     NOT_ZERO,
     STRUCTURE,
@@ -37,24 +42,6 @@ from holdfast.worker.value_types import (
     set_slot,
     takes_neutral,
 )
-
-MAX_SEED: Final = 2**63 - 1
-"""Requests are drawn with seeds from 0 to this."""
-
-GREEDY_TEMPERATURE: Final = 1e-5
-"""Below this temperature a draw is an argmax."""
-
-MAX_LOGPROBS: Final = 1024
-"""Alternatives that can be asked for at each token."""
-
-ALL_LOGPROBS: Final = -1
-"""Asks for the whole vocabulary, where that is not more than may be asked for."""
-
-MAX_LOGPROB_TOKEN_IDS: Final = 128
-"""Tokens that can be asked for by their ids at each token."""
-
-MAX_BEAM_WIDTH: Final = 10
-"""A beam search looks at twice as many candidates as it has beams."""
 
 
 def _seed(number: int) -> int | None:
@@ -337,12 +324,25 @@ class SamplingParams(OutputKind):
         set_slot(twin, "_output_kind", self._output_kind)
         return twin
 
-    def with_valid(self, **changes: object) -> Self:
-        """A copy with these fields, which are valid already."""
+    def fitted(self, seed: int, max_model_len: int, vocab_size: int) -> Self:
+        """With this seed, and `max_tokens` and `top_k` limited to what a model has, so that they fit the engine's
+        integers. Raises `InvalidRequestError` for more `min_tokens` than the model has.
+        """
+        if self.min_tokens > max_model_len:
+            limit = f"must be at most {max_model_len}, the model's maximum context length"
+            raise _refusal("min_tokens", self.min_tokens, limit)
         changed = self.clone()
-        for name, value in changes.items():
-            set_slot(changed, name, value)
+        set_slot(changed, "seed", seed)
+        set_slot(changed, "top_k", min(self.top_k, vocab_size))
+        if self.max_tokens is not None:
+            set_slot(changed, "max_tokens", min(self.max_tokens, max_model_len))
         return changed
+
+    def first_tokens(self, number: int) -> Self:
+        """For the first tokens of the same outputs, so many at most, and nothing else."""
+        least = min(self.min_tokens, number)
+        no_logprobs: dict[str, object] = {"logprobs": None, "prompt_logprobs": None, "logprob_token_ids": ()}
+        return self.with_changes(max_tokens=number, min_tokens=least, **no_logprobs)
 
     def with_changes(self, **changes: object) -> Self:
         """A copy with these fields replaced. The other fields are not checked again."""

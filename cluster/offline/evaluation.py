@@ -8,7 +8,8 @@ from typing import Final
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.outputs import Logprob, RequestOutput
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.sampling_params import ALL_LOGPROBS, SamplingParams
+from holdfast.worker.parameters import ALL_LOGPROBS
+from holdfast.worker.sampling_params import SamplingParams
 
 MOST_AT_ONCE: Final = 2**22
 """Log-probabilities of a window."""

@@ -15,6 +15,7 @@ from holdfast.router.generation import OutputDelta, Usage
 from holdfast.router.text.text_stream import shown_tokens, stop_reason
 from holdfast.worker.errors import InternalError
 from holdfast.worker.model_info import version_of, with_adapter
+from holdfast.worker.parameters import MAX_SEED
 from holdfast.worker.request import (
     BlockSource,
     EngineRequest,
@@ -25,7 +26,7 @@ from holdfast.worker.request import (
     SequenceKey,
     TokenLogprob,
 )
-from holdfast.worker.sampling_params import MAX_SEED, SamplingParams
+from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.waiting_queue import Tenant
 
 

@@ -12,8 +12,9 @@ from holdfast.router.text.detokenizer import IncrementalDetokenizer
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError, shortened
 from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.parameters import ALL_LOGPROBS
 from holdfast.worker.pooling import PoolingTask
-from holdfast.worker.sampling_params import ALL_LOGPROBS, SamplingParams
+from holdfast.worker.sampling_params import SamplingParams
 
 MAX_PROMPT_LOGPROBS_BYTES: Final = 16 * 2**20
 """Bytes for one prompt. A link's messages have at most 64 MiB, and several prompts may end in one step."""
@@ -145,16 +146,9 @@ def check_logits_settings(params: SamplingParams, vocab_size: int) -> None:
 
 
 def resolved(params: SamplingParams, seed_key: str, facts: ModelInfo) -> SamplingParams:
-    """The parameters with a seed, and with `max_tokens` and `top_k` limited to what the model has, so that they fit
-    the engine's integers. Raises what `check_logits_settings` raises, and for more `min_tokens` than the model has.
+    """The parameters with a seed, fitted to the model. Raises what `check_logits_settings` and `SamplingParams.fitted`
+    raise.
     """
     check_logits_settings(params, facts.vocab_size)
-    if params.min_tokens > facts.max_model_len:
-        limit = f"must be at most {facts.max_model_len}, the model's maximum context length"
-        raise InvalidRequestError("sampling_params.min_tokens", params.min_tokens, limit)
     seed = derived_seed(seed_key) if params.seed is None else params.seed
-    max_tokens = None if params.max_tokens is None else min(params.max_tokens, facts.max_model_len)
-    top_k = min(params.top_k, facts.vocab_size)
-    if (seed, max_tokens, top_k) == (params.seed, params.max_tokens, params.top_k):
-        return params
-    return params.with_valid(seed=seed, max_tokens=max_tokens, top_k=top_k)
+    return params.fitted(seed, facts.max_model_len, facts.vocab_size)

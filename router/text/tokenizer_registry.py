@@ -28,9 +28,9 @@ from holdfast.router.text.prompt import (
 )
 from holdfast.router.text.tokenizer import Tokenizer, TooManyTokensError
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
+from holdfast.worker.parameters import ALL_LOGPROBS
 from holdfast.worker.process_memory import give_back
 from holdfast.worker.request import EngineRequest, KeptPrefix
-from holdfast.worker.sampling_params import ALL_LOGPROBS
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 P = ParamSpec("P")

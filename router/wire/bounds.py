@@ -9,7 +9,7 @@ from typing import Final
 from holdfast.router.config import LimitsConfig
 from holdfast.router.request import LIST_LIMITS
 from holdfast.v1 import inference_pb2
-from holdfast.worker.sampling_params import MAX_LOGPROB_TOKEN_IDS
+from holdfast.worker.parameters import MAX_LOGPROB_TOKEN_IDS
 from holdfast.worker.wire.bound import Bound
 from holdfast.worker.wire.message_bounds import Bounds, MessageBounds
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.draws import DrawParams
-from holdfast.worker.sampling_params import GREEDY_TEMPERATURE
+from holdfast.worker.parameters import GREEDY_TEMPERATURE
 from tests.reference.logits_processors import apply_logits_processors
 
 TOKEN_STREAM: Final = 0

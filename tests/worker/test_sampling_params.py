@@ -163,3 +163,20 @@ def test_names_of_vllm_are_understood():
         guided.output_kind = "delta"
     with pytest.raises(InvalidRequestError, match="guided_decoding"):
         SamplingParams(guided_decoding={"regex": "a"}, structured_outputs={"regex": "b"})
+
+
+def test_the_first_tokens_of_an_output_are_drawn_as_in_the_whole():
+    """What reports something, or asks for more tokens than that, is left out."""
+    params = SamplingParams(
+        temperature=0.5, seed=3, min_tokens=8, max_tokens=20, logprobs=2, logprob_token_ids=(5,), prompt_logprobs=1
+    )
+    first = params.first_tokens(4)
+    assert first == SamplingParams(temperature=0.5, seed=3, min_tokens=4, max_tokens=4)
+    assert params.first_tokens(10).min_tokens == 8
+
+
+def test_parameters_are_fitted_to_a_model():
+    fitted = SamplingParams(max_tokens=2**40, top_k=2**40, min_tokens=7).fitted(5, max_model_len=100, vocab_size=64)
+    assert (fitted.seed, fitted.max_tokens, fitted.top_k, fitted.min_tokens) == (5, 100, 64, 7)
+    with pytest.raises(InvalidRequestError, match=r"sampling_params.min_tokens.*at most 6, the model's maximum"):
+        fitted.fitted(5, max_model_len=6, vocab_size=64)

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.draws import DRAW_PARAMETERS, DRAW_TYPES, DrawParams
+from holdfast.worker.parameters import GREEDY_TEMPERATURE
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.sampling_params import GREEDY_TEMPERATURE, PARAMETERS
+from holdfast.worker.sampling_params import PARAMETERS
 from holdfast.worker.step_plan import PromptLogprobParams
 
 

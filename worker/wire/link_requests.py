@@ -14,6 +14,7 @@ from holdfast.worker.errors import (
     InvalidRequestError,
 )
 from holdfast.worker.log_level import LogLevel
+from holdfast.worker.parameters import MAX_LOGPROB_TOKEN_IDS
 from holdfast.worker.pooling import PoolingParams
 from holdfast.worker.request import (
     BlockSource,
@@ -23,7 +24,6 @@ from holdfast.worker.request import (
     PoisonRisk,
     Priority,
 )
-from holdfast.worker.sampling_params import MAX_LOGPROB_TOKEN_IDS
 from holdfast.worker.wire.bound import Bound
 from holdfast.worker.wire.message_bounds import Bounds, MessageBounds
 from holdfast.worker.wire.sampling_fields import TOKEN_SCOPE, fields_of, params_of

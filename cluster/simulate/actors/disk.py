@@ -40,7 +40,6 @@ class SimulatedDisk:
         self._rows: dict[tuple[str, bytes], tuple[Row, int]] = {}  # by kind and name, with the digest
         self.slowness = 1.0
         self.num_read = 0
-        self.num_damaged = 0
         self.movers: list[Any] = []
         """Movers of replicas that are up."""
 
@@ -57,7 +56,6 @@ class SimulatedDisk:
             return None
         self.num_read += 1
         if not is_whole(*found):
-            self.num_damaged += 1
             del self._rows[kind, name]
             return None
         return found[0]

@@ -340,12 +340,8 @@ class SimulatedRouter(Process):
     def num_open(self) -> int:
         return self.dispatch_host.dispatch.num_open
 
-    def soon(self, action: Callable[..., None], *args: Any) -> None:
-        """On its event loop."""
-        self._do(action, *args)
-
     def work(self, cost_s: Callable[[], float], action: Callable[[], None]) -> None:
-        """The same, and it takes time."""
+        """On its event loop, where it takes time."""
         self.loop.call(cost_s, action)
 
     def go_on(self, cost_s: float, action: Callable[[], None]) -> None:

@@ -75,11 +75,8 @@ class Host(Protocol):
         """Requests that are open."""
 
     def after(self, delay_s: float, action: Callable[..., None], *args: Any) -> None: ...
-    def soon(self, action: Callable[..., None], *args: Any) -> None:
-        """On its event loop."""
-
     def work(self, cost_s: Callable[[], float], action: Callable[[], None]) -> None:
-        """The same, and it takes time."""
+        """On its event loop, where it takes time."""
 
     def go_on(self, cost_s: float, action: Callable[[], None]) -> None:
         """Same as `EventLoop.go_on`."""

@@ -96,9 +96,6 @@ class SimulatedTransfers:
         self.damage = 0.0
         """Share of blocks that are changed on the way."""
         self.num_sent = 0
-        self.num_pins = 0
-        """Prefixes that were pinned and handed on."""
-        self.num_damaged = 0
 
     def register(self, address: str, end: TransferEnd) -> None:
         """A new life of the replica at an address. What its last one was sending is cut."""
@@ -124,7 +121,6 @@ class SimulatedTransfers:
             sender.post(lambda: self._after(ASKING_S * self.slowness, self._take_pins, asker, sender.pins(), address))
 
     def _take_pins(self, asker: TransferEnd, pins: list[PinnedPrefix], address: str) -> None:
-        self.num_pins += len(pins)
         asker.post(lambda: asker.tier.takeover.take(pins, address, asker.now()) if asker.tier else None)
 
     def cut_all(self) -> None:
@@ -160,7 +156,6 @@ class SimulatedTransfers:
             if incoming.is_over:
                 return
             if not is_whole(row, digest):
-                self.num_damaged += 1
                 incoming.cut()
                 return
             incoming.received.append((name, row))

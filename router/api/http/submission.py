@@ -91,14 +91,7 @@ class Submission:
             return None
         if params.max_tokens is not None and num_tokens > params.max_tokens:
             raise InvalidRequestError(LAST_EVENT_ID, num_tokens, f"must be of at most max_tokens = {params.max_tokens}")
-        shorter = replace(
-            params,
-            max_tokens=num_tokens,
-            min_tokens=min(params.min_tokens, num_tokens),
-            logprobs=None,
-            prompt_logprobs=None,
-        )
-        return replace(request, sampling_params=shorter)
+        return replace(request, sampling_params=params.first_tokens(num_tokens))
 
     def with_tokens(self, tokens: Mapping[int, tuple[int, ...]]) -> "Submission":
         """The submission with the tokens that its client has of each choice. Raises `InvalidRequestError` if these are

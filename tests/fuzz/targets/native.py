@@ -47,10 +47,6 @@ class Choices:
     def ids(self, most: int, limit: int) -> tuple[int, ...]:
         return tuple(self.number(limit) for _ in range(self.number(most + 1)))
 
-    @property
-    def is_used_up(self) -> bool:
-        return self._at >= len(self._data)
-
 
 @contextmanager
 def opened() -> Iterator[Callable[[bytes], None]]:

@@ -4,8 +4,9 @@ import math
 
 from holdfast.router.dispatch.request_state import best, siblings
 from holdfast.router.generation import Usage, together
+from holdfast.worker.parameters import MAX_SEED
 from holdfast.worker.request import EngineRequest
-from holdfast.worker.sampling_params import MAX_SEED, SamplingParams
+from holdfast.worker.sampling_params import SamplingParams
 
 
 def request(**params) -> EngineRequest:

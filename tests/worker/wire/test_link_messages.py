@@ -20,7 +20,7 @@ from holdfast.worker.errors import (
 )
 from holdfast.worker.log_level import LOG_LEVELS
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
-from holdfast.worker.parameters import MAX_WHOLE
+from holdfast.worker.parameters import MAX_LOGPROBS, MAX_SEED, MAX_WHOLE
 from holdfast.worker.request import (
     AttemptKey,
     EngineLoad,
@@ -33,7 +33,7 @@ from holdfast.worker.request import (
     TokenDelta,
     TokenLogprob,
 )
-from holdfast.worker.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_update import (
     NO_STEPS,
     CacheChanges,

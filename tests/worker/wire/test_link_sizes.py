@@ -3,8 +3,8 @@
 import pytest
 
 from holdfast.router.text.prompt import MAX_PROMPT_LOGPROBS_BYTES
+from holdfast.worker.parameters import MAX_LOGPROBS
 from holdfast.worker.request import AttemptKey, FinishReason, TokenDelta, TokenLogprob
-from holdfast.worker.sampling_params import MAX_LOGPROBS
 from holdfast.worker.step_update import CacheChanges, StepUpdate
 from holdfast.worker.wire import delta_pieces, link_responses
 from tests.worker.wire.link_ends import NO_LOAD, sent_up
