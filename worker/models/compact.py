@@ -17,8 +17,7 @@ from holdfast.worker.models.checks import check_loaded
 from holdfast.worker.models.gguf.folder import is_made_of_gguf
 from holdfast.worker.models.gguf.folder_tensors import GgufTensors
 from holdfast.worker.models.quantization.formats import read_weight
-from holdfast.worker.models.quantization.scheme import Layout, QuantizationScheme, read_scheme
-from holdfast.worker.models.quantization.stored_parts import UNUSED
+from holdfast.worker.models.quantization.scheme import UNUSED, Layout, QuantizationScheme, read_scheme
 from holdfast.worker.models.quantization.weight import QuantizedWeight, TransposedExperts
 from holdfast.worker.models.quantizing_tensors import QuantizingTensors
 from holdfast.worker.models.safetensors_files import MappedTensor, mapped_tensors

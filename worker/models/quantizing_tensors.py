@@ -17,8 +17,7 @@ from holdfast.worker.executors.mapped_files import discard_contents
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.models.quantization.codes import Codes, PackedCodes, PlainCodes
 from holdfast.worker.models.quantization.rule import HEADS, has_layers_experts, is_head, is_table, scheme_for
-from holdfast.worker.models.quantization.scheme import WeightScheme
-from holdfast.worker.models.quantization.stored_parts import UNUSED
+from holdfast.worker.models.quantization.scheme import UNUSED, WeightScheme
 from holdfast.worker.models.quantization.weight import QuantizedWeight
 from holdfast.worker.models.safetensors_files import MappedTensor, mapped_tensors
 

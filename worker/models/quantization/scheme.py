@@ -3,6 +3,7 @@
 It reads no tensors and needs no torch, so that a command can look before anything is started.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -281,3 +282,33 @@ def _activation_bits(found: Any) -> int:
     """Bits of a group's `input_activations`; 16 if none are given."""
     bits = found.get("num_bits") if isinstance(found, Mapping) else None
     return bits if type(bits) is int else 16
+
+
+# --- tensors of a quantized module in its file, by the last parts of their names ---
+
+_CODES: Final = {"weight_packed": "I32", "qweight": "I32"}
+_BESIDE: Final = (
+    *("qzeros", "scales", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape"),
+    "weight_g_idx",
+)
+"""Last parts of the names of tensors that belong to codes."""
+
+UNUSED: Final = frozenset(
+    {"input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point"}
+    | {"activation_scale", "q_scale", "k_scale", "v_scale", "inv_freq"}
+)
+"""Tensors of activations and of the KV cache, which stay in the type that is served; and angles that are computed."""
+
+
+def num_weights(scheme: QuantizationScheme, name: str, dtype: str, shape: Sequence[int]) -> int:
+    """Number of weights in the tensor of this name, type (as a header names it) and shape."""
+    module, _, kind = name.rpartition(".")
+    count = math.prod(shape)
+    if kind in _BESIDE or kind in UNUSED or kind.endswith("_scales"):
+        return 0
+    if kind.endswith("_blocks"):
+        return 2 * count
+    if _CODES.get(kind) == dtype:
+        found = scheme.of(module)
+        return count * (32 // found.bits) if found else count
+    return count

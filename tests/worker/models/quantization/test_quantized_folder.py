@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.models.checkpoint_scheme import quantization_of
-from holdfast.worker.models.quantization.stored_form import QUANTIZATION_OF
-from holdfast.worker.models.quantized_folder import write_quantized
+from holdfast.worker.models.quantized_folder import QUANTIZATION_OF, write_quantized
 from holdfast.worker.models.weight_files import INDEX
 from tests.parity.families import save_tiny_model
 from tests.worker.models.layouts import differences_of
