@@ -59,7 +59,7 @@ class Arrival:
         return arrival
 
     def prompt_token_ids(self, number: int) -> tuple[int, ...]:
-        """A prompt of the right length: its prefix, and then tokens that no other `number` has."""
+        """A prompt of the right length: its prefix, and then tokens that occur in no other prompt."""
         token_ids = [2 * name for name, num_tokens in self.prefix for _ in range(num_tokens)]
         num_own = max(0, self.num_prompt_tokens - len(token_ids))
         return (*token_ids[: self.num_prompt_tokens], *(2 * number + 1,) * num_own)
@@ -116,7 +116,7 @@ def made_up_trace(
 ) -> list[Arrival]:
     """Poisson arrivals at `rate` a second; lengths are exponential around their means, within `max_len` together.
 
-    With `num_prefixes`, one of so many prefixes of `prefix_len` tokens comes before each prompt.
+    With `num_prefixes`, one of this many prefixes of `prefix_len` tokens comes before each prompt.
     """
     rng = random.Random(seed)
     arrivals = []

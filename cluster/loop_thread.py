@@ -1,4 +1,4 @@
-"""Event loop on a thread of its own, for callers on other threads. A caller that waits on it is answered,
+"""Event loop on a separate thread, for callers on other threads. A caller that waits on it is answered,
 whenever it ends.
 """
 
@@ -60,7 +60,7 @@ class LoopThread:
         return threading.current_thread() is self._thread
 
     def close(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Runs `last`, cancels what is still under way, and ends the thread. Safe to call again, and from several
+        """Runs `last`, cancels all other tasks, and ends the thread. Safe to call again, and from several
         threads: all return when it has ended.
         """
         with self._gate:

@@ -26,7 +26,7 @@ MAX_NOW_S: Final = 253_402_300_799
 
 
 class CacheMark(NamedTuple):
-    """Place in a chat up to which its prompt is to stay cached: behind so many characters of a message's content. A
+    """Place in a chat up to which its prompt stays cached: after this number of characters of a message's content. A
     place behind the last message stands for the whole prompt.
     """
 
@@ -143,7 +143,7 @@ REASONING: Final = ("reasoning", "reasoning_content", "thinking")
 def plain_messages(messages: Sequence[Mapping[str, Any]], field: str = "chat.messages") -> list[dict[str, Any]]:
     """The messages with content as one text, without fields that are null. Idempotent.
 
-    Raises `InvalidRequestError`, naming the field, for what is no text and no call of a function.
+    Raises `InvalidRequestError`, naming the field, for content that is neither text nor a function call.
     """
     return [plain_message(message, f"{field}[{index}]") for index, message in enumerate(messages)]
 

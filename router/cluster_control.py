@@ -1,6 +1,6 @@
 """Cluster control: changes of models and access to logs that a router offers operators.
 
-A router that runs in a cluster is given an implementation; one that runs alone has none.
+A router in a cluster has an implementation; a router that runs alone has None.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -40,7 +40,7 @@ class AddModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateModel:
-    """`settings` are those that change. A canary gets `canary_share` (0..1) of new requests for `canary_s` seconds."""
+    """`settings` are the changed ones. A canary gets `canary_share` (0..1) of new requests for `canary_s` seconds."""
 
     model: str
     settings: Mapping[str, Any]
@@ -110,7 +110,7 @@ class ClusterControl(Protocol):
     """Called on the router's event loop. Errors are raised as `HoldfastError`."""
 
     async def list_models(self) -> Sequence[ClusterModel]:
-        """Every model of the cluster, including those that start or end."""
+        """Every model of the cluster, including models that start or end."""
 
     def change(self, change: ModelChange) -> AsyncGenerator[Progress | ModelChanged, None]:
         """Progress, then one result. Closing the generator undoes a change that is not complete."""

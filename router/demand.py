@@ -1,5 +1,5 @@
-"""Demand for a model, as routers see it: what waits, how long,
-and how busy its replicas are. What an autoscaler reads.
+"""Demand for a model, as routers see it: waiting requests, their waiting time, and the load of its replicas. The input
+of an autoscaler.
 """
 
 from collections.abc import Iterable
@@ -78,7 +78,9 @@ def with_counts_of(demand: ModelDemand, counted: ModelDemand | None) -> ModelDem
 
 
 def with_counts_since(total: ModelDemand, before: ModelDemand, now: ModelDemand) -> ModelDemand:
-    """`total` with what one router has counted between two of its demands. One that counts less has begun anew."""
+    """`total` plus the difference between two of one router's demands. A router whose counts have fallen has
+    restarted.
+    """
     if now.num_arrived + now.num_left < before.num_arrived + before.num_left:
         before = ModelDemand(model=now.model)
     return replace(

@@ -93,7 +93,7 @@ class SendTakePins:
 
     replica_id: str
     address: str
-    """Address of the one that leaves."""
+    """Address of the draining replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

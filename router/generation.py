@@ -73,7 +73,7 @@ _LONGEST: Final = ("queue_s", "prompt_s", "first_token_s", "decode_s", "total_s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call of a tool, or what is new of one: then `id` and `name` are set where it begins."""
+    """A tool call, or its new part: `id` and `name` are set where it begins."""
 
     index: int = 0
     """Counts the calls of one completion, from 0."""
@@ -120,7 +120,9 @@ class OutputDelta(NamedTuple):
     num_cached_tokens: int = 0
     """Same as in the final `Usage`; 0 in clients, which have that."""
     system_fingerprint: str = ""
-    """`ModelInfo.fingerprint` of the replica that the tokens come from: all that they depend on except the request."""
+    """`ModelInfo.fingerprint` of the replica that generated the tokens: everything that they depend on except the
+    request.
+    """
     replayed_without_guarantee: bool = False
     """The request continued where equal tokens are not guaranteed: nothing is missing, but a rerun may differ."""
     replica_id: str = ""

@@ -49,12 +49,12 @@ class OperatorState:
     revision: int = 0
     """Grows with every change. Of two, the one with the greater revision holds."""
     drained: frozenset[str] = frozenset()
-    """Ids of replicas that get no new requests; what runs there moves, or finishes."""
+    """Ids of replicas that get no new requests; their running requests move, or finish."""
     pauses: tuple[Pause, ...] = ()
     canaries: tuple[Canary, ...] = ()
     """One for a model at most."""
     retired: frozenset[tuple[str, str]] = frozenset()
-    """Models and versions that will not be served again: what is bound to one that has no replica any more ends."""
+    """Models and versions that will not be served again: requests that are bound to one without a replica end."""
     held: frozenset[str] = frozenset()
     """Applications whose replicas get nothing yet: they have just come, and are looked at first."""
     adapters: tuple[NamedAdapter, ...] = ()
@@ -87,7 +87,7 @@ class OperatorState:
         return self._next(held=self.held | {application} if is_held else self.held - {application})
 
     def with_adapter(self, model: str, name: str, adapter: Adapter | None) -> "OperatorState":
-        """Instead of what the name has meant; None: it means nothing from now on."""
+        """Replaces the earlier adapter of that name; None: it means nothing from now on."""
         others = tuple(one for one in self.adapters if one.name != name)
         return self._next(adapters=(*others, NamedAdapter(model=model, name=name, adapter=adapter)))
 

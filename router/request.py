@@ -46,8 +46,8 @@ LIST_LIMITS: Final[Mapping[str, ListLimit]] = {
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """Client's names by fields of a request. A name ends with `.` where it is a prefix; else it is a field with all
-    that is in it. `[]` is any element of a list, and the same one in the client's name. The longest that fits counts.
+    """Client's names by fields of a request. A name that ends with `.` is a prefix; any other name is a field with all
+    its content. `[]` is any element of a list, and the same one in the client's name. The longest that fits counts.
     """
 
     names: Mapping[str, str]
@@ -142,7 +142,7 @@ class GenerationRequest(Service):
     part: int = 0
     """Which of several prompts that came under one `request_id`, as an API counts them. Clients cannot set it."""
     seed_key: str = ""
-    """Text that its seed is derived from, if it has none; empty: its id. Clients cannot set it."""
+    """Text from which an unset seed is derived; empty: the request's id. Clients cannot set it."""
     names: Namer = field(default=own_names, compare=False, repr=False)
     """Client's names for the fields."""
 

@@ -27,7 +27,7 @@ class Identity:
 
     request_id: str
     created: int
-    """Seconds since 1970: what its chunks say, and what a chat template takes for the time."""
+    """Seconds since 1970: the `created` time of its chunks, and the time for chat templates."""
 
     @property
     def text(self) -> str:

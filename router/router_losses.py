@@ -10,7 +10,7 @@ from typing import Final
 from holdfast.worker.errors import InvalidRequestError
 
 ROUTERS_LOST: Final = "x-holdfast-routers-lost"
-"""Header and metadata of a request: how many routers in a row have ended while they were reading it."""
+"""Header and metadata of a request: the number of consecutive routers that ended while they were reading it."""
 
 _MAX_DIGITS: Final = 3
 
@@ -29,7 +29,7 @@ class RouterLoss:
     at_s: float
     """When it was noticed, in seconds since 1970."""
     is_proof: bool = False
-    """No other request can have been the cause."""
+    """No other request can be the cause."""
     is_first: bool = False
     """This router has read the same request before without a loss: losses that were reported earlier do not count."""
 

@@ -1,9 +1,11 @@
-"""Token bucket: what a rate allows by now. Without IO: the caller passes the time, in seconds of any one clock."""
+"""Token bucket: the amount that a rate allows by now. Without IO: the caller passes the time, in seconds of any one
+clock.
+"""
 
 from typing import Final
 
 BURST_S: Final = 10.0
-"""Seconds of its rate that a bucket holds, where nothing else is said: so much may come at once after a pause."""
+"""Seconds of its rate that a bucket holds by default: the burst after a pause."""
 
 A_HAIR: Final = 1e-6
 """Times are sums of floats: a wait that has been kept is over."""

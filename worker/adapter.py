@@ -46,7 +46,7 @@ class Adapter(NamedTuple):
 
 
 def check_adapter_name(name: str) -> None:
-    """Raises `ConfigurationError` for a name that is no model's: an empty or a long one, one that reads as a path."""
+    """Raises `ConfigurationError` for an invalid name: empty, too long, or like a path."""
     if len(name) > _MAX_NAME or not _NAME.fullmatch(name) or ".." in name:
         raise ConfigurationError(
             f"lora_name = {name[:_MAX_NAME]!r}: must be 1 to {_MAX_NAME} letters, digits, . _ : @ + -, in parts with "

@@ -40,7 +40,9 @@ def next_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def short_hash(block_hash: bytes) -> int:
-    """The first 64 bits: what goes over the wire. For advice alone, where a false match costs time and not tokens."""
+    """The first 64 bits, which are sent over the wire. For advice alone, where a false match costs time and not
+    tokens.
+    """
     number: int = _SHORT.unpack_from(block_hash)[0]
     return number
 

@@ -1,4 +1,4 @@
-"""Draws: all that the draw of one token depends on besides its logits, and the tokens that it must not give.
+"""Draws: all inputs of one token's sampling besides its logits, and the banned tokens.
 
 `DRAW_TYPES` and `PENALTIES` are the fields of the records in which Python, C++ (`native/draw_records.h`) and Triton
 (`kernels/`) have them. They follow from the declarations of the parameters.
@@ -85,7 +85,7 @@ class LogitsSettings:
 
     @classmethod
     def of(cls, request: EngineRequest, eos_token_ids: frozenset[int]) -> "LogitsSettings | None":
-        """The settings of a request; None, at no cost later, for one that uses none."""
+        """The settings of a request; None for a request without any, at no further cost."""
         params = request.sampling_params
         repeats = params.repetition_penalty != 1
         penalizes = _penalties_of(params) != _NO_PENALTIES
@@ -107,7 +107,7 @@ class LogitsSettings:
 
     @property
     def look_back(self) -> bool:
-        """They depend on which tokens the output has, not only on how many."""
+        """They depend on the output's tokens, not only on their number."""
         return self.penalize or bool(self.bad_words) or bool(self.grammar)
 
     def apply_after(self, num_output_tokens: int) -> bool:

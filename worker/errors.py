@@ -66,7 +66,7 @@ class MediaTypeError(CallerError):
 class InvalidRequestError(CallerError, ValueError):
     """A field of a request is outside its limits.
 
-    `field` is the dotted path as in the proto (`sampling_params.top_p`), `limit` says what is allowed.
+    `field` is the dotted path as in the proto (`sampling_params.top_p`), `limit` the allowed values.
     """
 
     def __init__(self, field: str, value: object, limit: str) -> None:
@@ -78,7 +78,7 @@ class InvalidRequestError(CallerError, ValueError):
 
 
 class UnknownModelError(CallerError):
-    """The named model is not served here. `served` lists those that are."""
+    """The named model is not served here. `served` lists the served models."""
 
     def __init__(self, model: str, served: tuple[str, ...]) -> None:
         super().__init__(f"model {shortened(model)} is not served here; served: {', '.join(served) or 'none'}")
@@ -96,7 +96,7 @@ class NotFoundError(CallerError):
 
 
 class AuthenticationError(CallerError):
-    """No valid key was sent. The message is always the same, and does not depend on what was sent."""
+    """No valid key was sent. The message is always the same, and does not depend on the request."""
 
 
 class PermissionDeniedError(CallerError):
@@ -108,7 +108,7 @@ class PermissionDeniedError(CallerError):
 
 
 class ConfigurationError(CallerError, ValueError):
-    """A setting is wrong. The message names the setting, its value, where it came from, and what is allowed."""
+    """A setting is wrong. The message names the setting, its value, its source, and the allowed values."""
 
 
 class UnsupportedModelError(CallerError, ValueError):
@@ -152,7 +152,7 @@ class OverloadedError(CapacityError):
 
 
 class ReplicaError(HoldfastError):
-    """A replica died, or none is up. `retry_after_s` says when to come back."""
+    """A replica died, or its model has none. `retry_after_s` says when to come back."""
 
     fault = Fault.REPLICA
 
@@ -166,14 +166,14 @@ class OnTrialError(ReplicaError):
 
 
 class VersionGoneError(ReplicaError):
-    """The model's version that the output so far came from is not served any more, so that output is all there is.
+    """No replica serves the version that generated the output so far, so the output cannot be continued.
 
     Another version would go on with other tokens. The request may be made anew, without its output.
     """
 
     def __init__(self, model: str, version: str, reason: str) -> None:
         super().__init__(
-            f"model {model!r}: version {version} is not served any more ({reason}); "
+            f"model {model!r}: version {version} is no longer served ({reason}); "
             "its output so far is final; the request can be sent again"
         )
         self.model = model
@@ -206,7 +206,7 @@ class RequestSupersededError(RequestAbortedError):
 
 
 class RequestQuarantinedError(HoldfastError):
-    """Replicas died under the request again and again. It is not tried any more, lest it take all of them."""
+    """Replicas died under the request again and again. It is not tried again, since it would end all of them."""
 
 
 class StoreError(HoldfastError):
@@ -220,7 +220,7 @@ class UpdateRolledBackError(HoldfastError):
 
 
 class InternalError(HoldfastError):
-    """Our bug. The message says what was going on; the cause is chained."""
+    """Our bug. The message names the operation; the cause is chained."""
 
 
 def _restored(kind: type[HoldfastError], args: tuple[object, ...], fields: dict[str, object]) -> HoldfastError:
@@ -240,7 +240,7 @@ def shortened(value: object, limit: int = 80) -> str:
 
 
 def _written(value: object, limit: int) -> Iterator[str]:
-    """The pieces of a `repr`, made one by one: what is cut away is never made."""
+    """The pieces of a `repr`, made one by one: pieces beyond the maximum length are never made."""
     if type(value) is dict:
         yield "{"
         for index, (name, item) in enumerate(value.items()):
@@ -263,8 +263,8 @@ def _written(value: object, limit: int) -> Iterator[str]:
 
 
 def cut(text: str, most: int = MAX_TEXT_BYTES) -> str:
-    """A text of at most `most` bytes in UTF-8: where it is longer, its middle is left out. What a text of a compiler
-    or a library repeats of a request may be as long as the request.
+    """A text of at most `most` bytes in UTF-8: where it is longer, its middle is left out. A compiler's or library's
+    message may quote a request in full.
     """
     written = text.encode(errors="replace")
     if len(written) <= most:

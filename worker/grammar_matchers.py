@@ -25,7 +25,7 @@ _KEPT_STEPS: Final = 32
 
 
 _MARK: Final = "\x02"
-"""A character that no word goes on: what follows it is encoded as in the middle of a text."""
+"""A character that never continues a word: text after it is encoded as in the middle of a text."""
 
 _SPECIAL_NAME: Final = re.compile(r"<\|.*\|>", re.DOTALL)
 """Tokens that llguidance takes for special by their names."""
@@ -120,7 +120,7 @@ class GrammarMatchers:
             matcher.rollback(num_read)
         if not masks[-1] or matcher.is_error():  # it stays in the error, also where the draft before it was wrong
             del self._matched[sequence.sequence_id]
-            reason = matcher.get_error().partition("\n")[0]  # what follows quotes the grammar, which is the caller's
+            reason = matcher.get_error().partition("\n")[0]  # the rest quotes the grammar, which is the caller's
             logger.warning("the output of sequence %d is at a dead end: %s", sequence.sequence_id, reason)
         return masks
 
@@ -148,7 +148,7 @@ def rows_with_grammars(plan: StepPlan) -> list[range]:
 
 def _with_grammars(plan: StepPlan) -> Iterator[tuple[int, ScheduledSequence, DrawParams]]:
     """Sequences with a grammar, each with its first logits row and its draw."""
-    row = len(plan.decodes.token_ids)  # none of which has a grammar
+    row = len(plan.decodes.token_ids)  # sequences without a grammar
     for sequence in plan.others:
         if sequence.draw is not None:
             if _grammar(sequence.draw):
@@ -244,8 +244,8 @@ class _PlainEncoder:
 
 
 def _without_holes(text: str) -> str:
-    """A tokenizer.json with the ids of its vocabulary as near to each other as they can be: llguidance reads as many
-    ids as there are tokens, from 0 on.
+    """A tokenizer.json whose vocabulary has the smallest possible ids: llguidance reads ids from 0 to the number of
+    tokens.
     """
     described = json.loads(text)
     ids = described["model"]["vocab"]

@@ -1,4 +1,4 @@
-"""Model info: facts of a loaded model, and what a replica reports of itself. Plain data, no torch."""
+"""Model info: facts of a loaded model, and a replica's report of itself. Plain data, no torch."""
 
 import hashlib
 from bisect import bisect_right
@@ -16,7 +16,7 @@ _ADAPTER: Final = "lora-"
 _ADAPTER_DIGITS: Final = 16
 
 TILE_TOKENS: Final = 64
-"""Executors read keys in tiles of this many positions, and the first tile that a window reaches into whole."""
+"""Executors read keys in tiles of this many positions, and always the whole first tile of a window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Window:
     """Blocks of layers whose queries see the last positions alone, kept as long as a query may still read them."""
 
     num_tokens: int
-    """A query sees itself and this many keys less one before it."""
+    """A query sees itself and the `window` - 1 keys before it."""
     block_size: int
     """Tokens of such a block. It takes as much memory as a block of the other layers, whose size is a multiple or a
     divisor of this.
@@ -46,8 +46,8 @@ class Window:
         return -(-num_tokens // self.block_size)
 
     def most_blocks(self, num_tokens: int) -> int:
-        """The most that a sequence of so many tokens needs at a time: what its next token sees, or one behind the last
-        prefix that can be cached, and one to go on.
+        """Maximum number of blocks that a sequence of this many tokens needs at a time: the window of its next token or
+        of a token after the last cacheable prefix, and one to continue.
         """
         of_window = (self.num_tokens + TILE_TOKENS + self.spacing) // self.block_size + 3
         return min(self.num_blocks_for(num_tokens), of_window)
@@ -55,7 +55,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """Facts of one loaded replica. Equal on all replicas of a model, but for `num_blocks` and what was measured:
+    """Facts of one loaded replica. Equal on all replicas of a model, except `num_blocks` and measurements:
     `row_invariant` and `answers_digest`.
     """
 
@@ -76,9 +76,9 @@ class ModelInfo:
     block_size: int
     num_blocks: int
     kv_bytes_per_token: int
-    """On one rank, all layers together; with a `window`, of those that see all, as their blocks are filled up."""
+    """On one rank, all layers together; with a `window`, of the full-attention layers, including padding."""
     window_tokens: int = 0
-    """Tokens that a query sees in layers with a window that have blocks of their own; 0: there are none."""
+    """Tokens that a query sees in window layers with separate blocks; 0: there are none."""
     window_block_size: int = 0
     """Likewise."""
     num_state_slots: int = 0
@@ -86,7 +86,7 @@ class ModelInfo:
     state_bytes: int = 0
     """Bytes of a slot on one rank, all layers together."""
     state_blocks: int = 0
-    """Blocks that a slot in use takes the place of; 0: slots have memory of their own."""
+    """Number of blocks whose memory one slot occupies; 0: slots have separate memory."""
     quantization: str = "none"
     """Quantization of its weights, in words (`worker/models/checkpoint_scheme.py`)."""
     weight_bytes: int = 0
@@ -123,9 +123,9 @@ class ModelInfo:
 
     @property
     def version(self) -> str:
-        """A digest of what an update exchanges: weights, code, and the settings that a completion depends on.
+        """A digest of the inputs that an update replaces: weights, code, and the settings that a completion depends on.
 
-        Replicas of one version serve the same requests alike, but for what was measured on their machines.
+        Replicas of one version give the same results, unless their machines round differently.
         """
         lengths = (self.max_model_len, self.vocab_size, sorted(self.eos_token_ids))
         pooling = () if self.pooling is None else self.pooling
@@ -134,7 +134,7 @@ class ModelInfo:
 
     @property
     def fingerprint(self) -> str:
-        """Names all that a completion is a function of, the request aside, and ends with the version. Equal
+        """Names all inputs of a completion except the request, and ends with the version. Equal
         fingerprints, equal tokens, if arithmetic is row-invariant.
         """
         arithmetic = "row-invariant" if self.row_invariant else "row-variant"
@@ -142,16 +142,16 @@ class ModelInfo:
         return "/".join(filter(None, (self.model, f"tp{self.tensor_parallel_size}", self.numerics, *measured)))
 
     def block_kind(self, form: str, *more: object) -> bytes:
-        """Digest (16 bytes) of all that the bytes of a KV block depend on besides its name: the model and its release,
-        arithmetic and quantization, and the layout of its rows, `form`. `more`: what else has to be equal where the
-        block comes from, as a rank and its files for one on a disk, or what was measured of another replica.
+        """Digest (16 bytes) of all inputs of a KV block's bytes except its name: the model and its release, arithmetic
+        and quantization, and the layout of its rows, `form`. `more`: further facts of the block's source that must be
+        equal, such as a rank and its files for a block on a disk, or another replica's measurements.
         """
         parts = (self.model_type, self.release, self.numerics, self.quantization, self.block_size, form, *more)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
 
     @cached_property
     def window(self) -> Window | None:
-        """Window of the layers that see the last positions alone, if they have blocks of their own."""
+        """Window of the layers with sliding-window attention, if they have separate blocks."""
         size = self.window_block_size
         return Window.beside(self.block_size, self.window_tokens, size) if self.window_tokens and size else None
 
@@ -174,7 +174,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaFacts(ModelInfo):
-    """Facts that a replica reports when a link comes up: its identity, and what it has loaded."""
+    """Facts that a replica reports when a link comes up: its identity, and its loaded model."""
 
     replica_id: str
     address: str = ""
@@ -208,7 +208,7 @@ def with_adapter(fingerprint: str, digest: str) -> str:
 
 
 def adapter_of(fingerprint: str) -> str:
-    """The first digits of the adapter's digest in a fingerprint; empty: it has none."""
+    """The first digits of the adapter's digest in a fingerprint; empty without an adapter."""
     parts = [part for part in fingerprint.split("/") if part.startswith(_ADAPTER)]
     return parts[-1].removeprefix(_ADAPTER) if parts else ""
 
@@ -219,7 +219,7 @@ def without_version(fingerprint: str) -> str:
 
 
 def version_of(fingerprint: str) -> str:
-    """The version that a fingerprint ends with; empty where it has none, or is none."""
+    """The version at the end of a fingerprint; empty for one without a version."""
     last = fingerprint.rpartition("/")[2]
     is_version = len(last) == VERSION_LENGTH and not set(last) - set("0123456789abcdef")
     return last if is_version and last != fingerprint else ""

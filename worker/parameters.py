@@ -65,7 +65,7 @@ class Kind:
     stored_as: Any
     """The type that pydantic makes of it, by its strict rules."""
     prepare: Callable[[object], object]
-    """Brings what is good enough into a form that those rules take; what is not, it leaves or refuses."""
+    """Converts acceptable values to the form of those rules; others are left or refused."""
     wish: str
     """Error text for a value of another type."""
 
@@ -133,7 +133,8 @@ def _listed(value: object) -> object:
 def _biases(value: object) -> object:
     if isinstance(value, Mapping):
         numbers = ((token_id, bias if isinstance(bias, Real) else None) for token_id, bias in value.items())
-        return {_whole(token_id): bias for token_id, bias in numbers}  # what is no number is refused by its token
+        # a value that is not a number is refused by its token
+        return {_whole(token_id): bias for token_id, bias in numbers}
     return {} if value is None else value
 
 
@@ -194,7 +195,9 @@ MAX_LOGIT_BIAS: Final = 100.0
 """A bias of this size bans a token or forces it, as far as logits go."""
 
 MAX_WHOLE: Final = 2**31 - 1
-"""The largest whole number without a bound of its own: what every protocol can carry. Token ids are checked later."""
+"""The largest integer of a parameter without a bound: the largest that every protocol can carry. Token ids are checked
+later.
+"""
 
 _TokenId = Annotated[int, Field(ge=0)]
 _Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
@@ -216,7 +219,7 @@ class Parameter:
 
     name: str
     default: Any
-    """`MISSING` where each owner gets an empty one of its own."""
+    """`MISSING` if each owner gets a new empty one."""
     kind: Kind
     is_optional: bool
     """None is a value."""
@@ -282,7 +285,7 @@ class Parameter:
 
     @property
     def limits(self) -> str:
-        """The range in words for a table; empty where there is none."""
+        """The range in words for a table; empty if there is none."""
         low, high = self._bound("ge", "gt"), self._bound("le")
         if self.metadata.limits or low is None:
             return self.metadata.limits

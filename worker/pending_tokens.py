@@ -1,4 +1,4 @@
-"""Pending tokens of a plan: those that the step before draws, and that were not known when the plan was made."""
+"""Pending tokens of a plan: tokens that the step before samples, and that were unknown when the plan was made."""
 
 from array import array
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ KNOWN: Final = -1
 """Value in place of a row, for a token that is known."""
 
 _ANY_TOKEN: Final = 0
-"""After a row without a token: its sequence is dropped, and what follows is ignored."""
+"""After a row without a token: its sequence is dropped, and its results are ignored."""
 
 
 def has_pending(plan: StepPlan) -> bool:

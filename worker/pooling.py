@@ -1,4 +1,4 @@
-"""Pooling: vectors and scores of a prompt's states, what requests ask of them, and what a model makes of them.
+"""Pooling: vectors and scores of a prompt's states, the requests' parameters, and the models' facts.
 
 A pooling request is a prompt that draws nothing. The states of some of its tokens, behind the final norm, are added in
 float64 in the order of their positions; their mean goes through the model's last layers, and is normalized or becomes
@@ -28,7 +28,7 @@ class PoolingKind(StrEnum):
     """State of the first token."""
 
     def rows(self, num_tokens: int) -> range:
-        """Positions whose states are pooled, of a prompt of so many tokens."""
+        """Positions whose states are pooled, of a prompt of this many tokens."""
         if self is PoolingKind.LAST:
             return range(num_tokens - 1, num_tokens)
         return range(num_tokens if self is PoolingKind.MEAN else 1)
@@ -73,7 +73,7 @@ class PoolingParams:
 
 
 class PoolingFacts(NamedTuple):
-    """Facts of a pooled model, all that its results depend on beside its states."""
+    """Facts of a pooling model: all inputs of its results beside its states."""
 
     task: PoolingTask
     kind: PoolingKind
@@ -89,7 +89,9 @@ class PoolingFacts(NamedTuple):
     prompt: str = ""
     """Text that comes before each text that is embedded."""
     pair_template: str = ""
-    """Prompt of a pair of texts, with {query} and {document}, and maybe {instruction}; empty: there is none."""
+    """Prompt template of a pair of texts, with {query} and {document}, and optionally {instruction}; empty: there is
+    none.
+    """
 
     def pair(self, query: str, document: str, instruction: str | None) -> str:
         """Prompt of a pair of texts, for a model of scores."""

@@ -136,7 +136,7 @@ def _trim() -> Callable[[int], int]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Inside it nothing is collected. What is made by an import stays, and looking at it again and again takes a fifth
+    """Inside it nothing is collected. Objects made by an import stay, and scanning them again and again takes a fifth
     of the CPU time of an import of torch; collections among the values of a large body hold Python's lock.
     """
     was_enabled = gc.isenabled()
@@ -150,8 +150,8 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Inside it nothing is collected. What is there at its end counts as old: the next collection, of what is young,
-    would look at each object of an import once more for nothing.
+    """Inside it nothing is collected. Objects that exist at its end count as old: otherwise the next collection of the
+    young generation would scan each object of an import once more in vain.
     """
     with uncollected():
         yield
@@ -162,7 +162,7 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Inside it nothing is collected. What is there at its end is set aside, except garbage, which is freed."""
+    """Inside it nothing is collected. Objects that exist at its end are set aside, except garbage, which is freed."""
     with uncollected():
         yield
         gc.collect()

@@ -20,8 +20,8 @@ _WEIGHT: Final = 0.1  # of the newest gap in the moving average
 
 
 class ProgressCounter:
-    """Moves whenever some work was done: with every layer of a model and with every step. One thread writes it, or two
-    where steps have a thread of their own, which may lose a count; any may read it.
+    """Moves whenever some work was done: with every layer of a model and with every step. It is written by one thread,
+    or by two where steps have a separate thread, which may lose a count; any thread may read it.
 
     It also learns how far apart in time two counts are: the longest such gap of a step, by the size of the step. On a
     CPU that is about the time of a layer; on a GPU, whose layers count when they are launched, the time of a step.
@@ -40,7 +40,7 @@ class ProgressCounter:
 
     def __init__(self) -> None:
         self.clock: Callable[[], float] = _stopped_clock
-        """Clock in seconds; set by the engine. Ranks other than the leader have none: their gaps are not needed."""
+        """Clock in seconds; set by the engine. Ranks other than the leader have none."""
         self._ticks = 0
         self._further: Callable[[], int] | None = None
         self.expected_gap_s = 0.0
@@ -50,7 +50,8 @@ class ProgressCounter:
         """
         self._ticked_at = 0.0
         self._longest_gap_s = 0.0
-        self._usual_gap_s: dict[int, float] = {}  # of steps of so many bits of tokens: sizes between two powers of two
+        # of steps with this many bits in their number of tokens: sizes between two powers of two
+        self._usual_gap_s: dict[int, float] = {}
 
     @property
     def count(self) -> int:
@@ -81,7 +82,7 @@ class ProgressCounter:
         self._longest_gap_s = 0.0  # the time between two steps is not the step's
 
     def end_step(self, num_tokens: int) -> None:
-        """Takes the step's longest gap into what is usual for its size: a moving average."""
+        """Takes the step's longest gap into the usual gap for its size: a moving average."""
         self.tick()
         size = num_tokens.bit_length()
         usual_gap_s = self._usual_gap_s.get(size, self._longest_gap_s)

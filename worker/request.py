@@ -110,8 +110,8 @@ class Service:
         return dict(zip(SERVICE_FIELDS, _service_values(self), strict=True))
 
     def check_service(self) -> None:
-        """Raises `InvalidRequestError` for what is of another type than it says: queues order by priorities, and
-        caches hash salts, long after the caller that filled them in is gone.
+        """Raises `InvalidRequestError` for a value of the wrong type: queues order by priorities, and caches hash
+        salts, long after their caller is gone.
         """
         if not isinstance(self.priority, Priority):
             names = ", ".join(f"Priority.{one.name}" for one in Priority)
@@ -183,14 +183,14 @@ class EngineRequest(Service):
     grammar: str = ""
     """The structured outputs of `sampling_params` as a grammar of llguidance; empty: the output may be anything."""
     group_id: Hashable = ""
-    """Group of requests with the same prompt and salt, which share what is computed; empty: none. Of several links, a
+    """Group of requests with the same prompt and salt, which share computed blocks; empty: none. Of several links, a
     `GroupKey`."""
     time_left_s: float | None = None
     """Seconds that the caller will still wait when the request is submitted; None: for ever. Touches no token."""
     poison_risk: PoisonRisk = PoisonRisk.NONE
     """Risk of killing the replicas that run it. Affects no token."""
     traceparent: str = ""
-    """W3C trace context of what it is part of; empty: it is not traced. Touches no token."""
+    """W3C trace context of its trace; empty: it is not traced. Touches no token."""
     block_source: BlockSource | None = None
     """Another replica that has blocks of its prefix. Touches no token."""
     part: int = 0
@@ -213,7 +213,7 @@ class EngineRequest(Service):
 
     @property
     def adapter_digest(self) -> str:
-        """Digest of its adapter; empty: it has none."""
+        """Digest of its adapter; empty without one."""
         return "" if self.adapter is None else self.adapter.digest
 
     @property
@@ -256,7 +256,9 @@ class TokenLogprob:
     rank: int
     """1 for the likeliest. Equal logits rank by token id, the lowest first."""
     top: tuple[tuple[int, float], ...] = ()
-    """(token id, logprob) of the likeliest tokens, best first, as many as were asked for. The token may be here too."""
+    """(token id, logprob) of the most likely tokens, best first, up to the requested number. The token may be here
+    too.
+    """
 
 
 @dataclass(slots=True)
@@ -279,8 +281,9 @@ class TokenDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each token of the prompt from the second on, where the request asks for them. Reported with output token
-    0 and only there; a link sends those of a long prompt in pieces before, each in a delta that has nothing else."""
+    """One for each token of the prompt from the second on, where the request asks for them. Reported only with output
+    token 0; for a long prompt, a link sends them in pieces before, each in a delta without other content.
+    """
     queued_s: float = 0.0
     """Seconds that the request has waited in the engine before it first ran. Reported with its first tokens there."""
     num_disk_tokens: int = 0

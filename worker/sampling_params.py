@@ -59,7 +59,7 @@ _report = partial(Metadata, scope=Scope.TEXT, group=Group.REPORT)
 class SamplingParams(OutputKind):
     """Parameters of sampling and stopping. The call shape follows vLLM's class of the same name.
     Raises `InvalidRequestError`, naming the field, for a value outside its limits, given or set later. Lists are stored
-    as tuples. A request takes a copy: what is set after it was submitted holds for the next one.
+    as tuples. A request takes a copy: later changes apply to the next request.
 
     Two more are accepted for compatibility with vLLM: `guided_decoding`, the older name of `structured_outputs`, and
     `output_kind`, which `AsyncLLMEngine` and `LLMEngine` apply; elsewhere it has no effect: `generate` returns finished
@@ -97,7 +97,7 @@ class SamplingParams(OutputKind):
     ] = None
     repetition_penalty: Annotated[
         float,
-        # Far beyond such limits a penalized logit is no finite float any more.
+        # Far beyond such limits a penalized logit is no longer a finite float.
         Field(
             ge=0.01,
             le=100,
@@ -285,7 +285,7 @@ class SamplingParams(OutputKind):
         self._check_together()
 
     def __setattr__(self, name: str, value: object) -> None:
-        """A parameter that is set is checked as one that is given; a value that is refused changes nothing."""
+        """A parameter that is set is checked like one that is passed; a refused value changes nothing."""
         if self._output_kind is None:  # `__init__` gives it, which checks all of them at its end
             return set_slot(self, name, value)
         if name not in PARAMETERS:
@@ -320,7 +320,7 @@ class SamplingParams(OutputKind):
         twin = object.__new__(type(self))
         for name, value in zip(PARAMETERS, PARAMETERS.values_of(self), strict=True):
             set_slot(twin, name, value)
-        set_slot(twin, "logit_bias", dict(self.logit_bias))  # the one that can be changed in place
+        set_slot(twin, "logit_bias", dict(self.logit_bias))  # the mutable one
         set_slot(twin, "_output_kind", self._output_kind)
         return twin
 
@@ -368,7 +368,9 @@ class SamplingParams(OutputKind):
             raise _refusal("best_of", self.best_of, f"must be at least n, {self.n}")
 
     def _check_beams(self, beam_width: int) -> None:
-        """Beams are ranked by what the model itself says: what changes or cuts that has no meaning for them."""
+        """Beams are ranked by the model's log-probabilities: parameters that change or cut these do not apply to
+        beams.
+        """
         if self.n > beam_width:
             raise _refusal("n", self.n, f"must be at most beam_width, {beam_width}")
         for name, parameter in PARAMETERS.items():

@@ -37,12 +37,12 @@ DTYPE_SPELLINGS: Final = {
 """Names of the types that models are served in, as settings and checkpoints write them."""
 
 MAX_WHOLE: Final = 2**31 - 1
-"""The largest whole number of a setting without a bound of its own: what every protocol and native struct carries."""
+"""The largest integer of a setting without a bound: the largest that every protocol and native struct carries."""
 
 MAX_BYTES: Final = 2**63 - 1
 
 MAX_FIGURE: Final = 1e9
-"""The largest of other numbers: 31 years of seconds. Beyond ten times as many no thread can wait."""
+"""The largest of other numbers: 31 years of seconds. A thread cannot wait for more than ten times this."""
 
 MAX_RANKS: Final = 1024
 """Ranks of a replica: more than any model has heads that they could share."""
@@ -99,7 +99,7 @@ class Settings(BaseModel):
     @field_validator("*")
     @classmethod
     def _check_size(cls, value: object, about: ValidationInfo) -> object:
-        """Raises `ValueError` for a number that is larger than what the rest of the system carries."""
+        """Raises `ValueError` for a number beyond that."""
         if not isinstance(value, int | float) or isinstance(value, bool):
             return value
         assert about.field_name is not None, "it is a field's validator"

@@ -17,7 +17,7 @@ def named_tokens(folder: Path) -> dict[str, str]:
 
 
 def configured_special(folder: Path) -> list[str]:
-    """Tokens that tokenizer_config.json calls special, beside those with a name of their own."""
+    """Tokens that tokenizer_config.json calls special, beside the named ones."""
     entries = read_json(folder / "tokenizer_config.json")
     added = entries.get("added_tokens_decoder")
     found = [one for one in added.values() if _is_special(one)] if isinstance(added, dict) else []

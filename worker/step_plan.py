@@ -1,10 +1,10 @@
 """Step plans and step results: the contract between the scheduler and the model runner.
 
-A plan says which tokens of which sequences one step computes, in which blocks; a result holds what was drawn. Neither
-is changed once made, and both are plain integers, since plans go to other processes. What is made for every sequence of
-every step is a dataclass that does not check this: a frozen one takes six times as long to make.
+A plan lists the tokens of each sequence that one step computes, and their blocks; a result holds the sampled tokens.
+Neither is changed once made, and both are plain integers, since plans go to other processes. Objects made for every
+sequence of every step are dataclasses that are not frozen: a frozen one takes six times as long to make.
 
-Nearly all that a busy engine does is decode rows: sequences that compute one token and draw one, as columns. From one
+Most work of a busy engine is decode rows: sequences that compute one token and sample one, as columns. From one
 step to the next each row is one position further. So the columns are made when a sequence joins or leaves, and a step
 advances all of them by one number.
 """
@@ -99,12 +99,13 @@ class DecodeRows:
         self.token_ids = array("q", token_ids)
         self.blocks = blocks
         self.window_blocks = window_blocks
-        """Blocks of layers with a window, if they have blocks of their own."""
+        """Blocks of window layers, if they have separate blocks."""
         self.num_context_tokens = columns.num_context_tokens + age * len(self.token_ids)
         """Position + 1, summed over the rows: the tokens that they attend to."""
         self.num_steps = num_steps
-        """Steps to be run one after the other, each with the tokens that the one before it drew. More than one only
-        where all rows take the argmax and the plan has no other sequences."""
+        """Steps to be run one after the other, each with the tokens that the one before it drew. More than one only if
+        all rows take the argmax and the plan has no other sequences.
+        """
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -132,7 +133,7 @@ class PromptLogprobParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCopy:
-    """The first `num_tokens` slots of a block are to be copied to another one, whose other slots become zeros."""
+    """The first `num_tokens` slots of a block are copied to another one, whose other slots become zeros."""
 
     source: int
     destination: int
@@ -140,7 +141,7 @@ class BlockCopy:
 
 
 StateCopy = tuple[int, int]
-"""The slot that is copied, and the one that it is copied to."""
+"""Source and destination slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +167,7 @@ class ScheduledSequence:
     block_ids: tuple[int, ...]
     """Blocks of positions 0 to `first_position + len(token_ids) - 1`, in order; with `drafting`, of its drafts too."""
     window_block_ids: tuple[int, ...] = ()
-    """The same of layers with a window, where they have blocks of their own. Those that no token of the step sees are
-    any blocks.
+    """The same of window layers, if they have separate blocks. Blocks that no token of the step sees may be any blocks.
     """
     draw: DrawParams | None
     """None for a chunk of the prompt that is not the last: nothing is drawn."""
@@ -176,7 +176,7 @@ class ScheduledSequence:
     state_slot: int | None = None
     """Slot of the sequence's state, for a model that keeps states."""
     adapter_slot: int = 0
-    """Slot of the sequence's adapter; 0: it has none."""
+    """Slot of the sequence's adapter; 0 without an adapter."""
     num_drafts: int = 0
     """Number of last tokens that are drafts."""
     prompt_logprobs: PromptLogprobParams | None = None
@@ -184,7 +184,7 @@ class ScheduledSequence:
     pool: PoolShare | None = None
     """Rows whose states are pooled, of a request for those; it draws nothing."""
     drafting: Drafting | None = None
-    """Work for the draft model, where there is one. What it guesses, the step then verifies (`with_drafts`)."""
+    """Work for the draft model, where there is one. The step then verifies its guesses (`with_drafts`)."""
 
     def with_drafts(self, drafts: tuple[int, ...]) -> "ScheduledSequence":
         """This share with these tokens, guessed to follow, to be verified."""
@@ -198,14 +198,14 @@ class StepPlan:
 
     step_id: int
     decodes: DecodeRows = NO_ROWS
-    """The first sequences: those that are planned as rows."""
+    """The first sequences: the ones that are planned as rows."""
     others: Sequence[ScheduledSequence] = ()
     """All other sequences."""
     block_copies: tuple[BlockCopy, ...] = ()
     """Copies made before anything is computed, on every rank. A block may be the source of several, and also a
     destination: all sources are read before any destination is written."""
     window_copies: tuple[BlockCopy, ...] = ()
-    """The same, in layers with a window that have blocks of their own."""
+    """The same, in window layers with separate blocks."""
     state_copies: tuple[StateCopy, ...] = ()
     """Copies made before anything is computed, on every rank, one after the other in this order."""
     idle_blocks: tuple[int, ...] = ()
@@ -252,7 +252,7 @@ class StepPlan:
 
     @property
     def sequences(self) -> tuple[ScheduledSequence, ...]:
-        """All of them, in order, each as a share of its own. Made anew each time: what runs at every step reads
+        """All of them, in order, each as a separate share. Made at each call: code that runs at every step reads
         `decodes` and `others`.
         """
         return (*_shares(self.decodes), *self.others)
@@ -268,7 +268,7 @@ class StepPlan:
 
 
 def _shares(rows: DecodeRows) -> list[ScheduledSequence]:
-    """The rows of a step, each as a share of its own."""
+    """The rows of a step, each as a separate share."""
     columns, age = rows.columns, rows.age
     window_tables = repeat(()) if rows.window_blocks is None else rows.window_blocks.tables
     return [
@@ -348,7 +348,7 @@ class StepResult:
     """Guesses of the draft model for each sequence that the step verified. Empty if there were none."""
     pooled: Mapping[int, bytes] = field(default_factory=dict)
     """Sums of pooled sequences so far, float64, or where they are complete their results, float32; by sequence id.
-    `NOT_FINITE` in place of what has a NaN or an infinity."""
+    `NOT_FINITE` in place of a value with NaN or infinity."""
 
     def without_first(self, count: int) -> "StepResult":
         """Draws of all sequences but the first `count`."""
@@ -378,7 +378,7 @@ def confirmed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, 
     """The sampled tokens that follow accepted drafts.
 
     Draw i is made from the i-th of the last `len(drawn)` rows. The first of these rows is a token of the sequence, the
-    others are drafts: draw i is what the model says only if draft i equals draw i - 1, and so on back to the first.
+    others are drafts: draw i is the model's token only if draft i equals draw i - 1, and so on back to the first.
     """
     drafts = token_ids[len(token_ids) - len(drawn) + 1 :]
     num_right = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))

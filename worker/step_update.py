@@ -22,10 +22,10 @@ class Histogram:
     def __init__(
         self, bounds: Sequence[float] = TIMES_S, counts: Sequence[int] | None = None, total: float = 0.0
     ) -> None:
-        """`counts` and `total`: what was counted elsewhere, by the same bounds."""
+        """`counts` and `total`: counts from elsewhere, by the same bounds."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1) if counts is None else list(counts)
-        """Counts by bound, and of all that are above; not cumulative."""
+        """Counts by bound, and above all bounds; not cumulative."""
         assert len(self.counts) == len(bounds) + 1, f"{len(self.counts)} counts for {len(bounds)} bounds"
         self.total = total
 
@@ -44,7 +44,7 @@ NO_STEPS: Final = (0,) * (len(TOKEN_TIMES_S) + 1)
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """Counts since the start, and what the engine holds now: one flat set of figures.
+    """Counts since the start, and the engine's current state: one flat set of figures.
 
     The scheduler and the engine count in one record, in place. What `Scheduler.stats` returns is a copy of it, with the
     levels of now; that copy is never changed.
@@ -97,8 +97,9 @@ class EngineStats:
     """Blocks of prefixes that requests have asked to keep, in use or free, as of the last plan."""
     num_total_blocks: int = 0
     num_wasted_slots: int = 0
-    """Slots of the used blocks that are kept for no token that exists: with continuous batching, less than a block
-    for each sequence; with static batching also what is reserved for the future, and all of a sequence that ended."""
+    """Slots of the used blocks without a token: with continuous batching, less than a block for each sequence; with
+    static batching also reserved slots, and all slots of an ended sequence.
+    """
     num_snapshot_hits: int = 0
     """Requests that began, when first admitted, from a state that was kept."""
     num_snapshot_evictions: int = 0
@@ -139,7 +140,7 @@ class EngineStats:
     gpu_memory_used_bytes: int = 0
     """Memory in use on the leading rank's GPU, other programs' included."""
     gpu_memory_total_bytes: int = 0
-    """Memory of the leading rank's GPU; 0: there is none."""
+    """Memory of the leading rank's GPU; 0 without a GPU."""
 
     def note_gpu(self, gpu: "GpuStats") -> None:
         """Stores a measurement of the GPU."""
@@ -169,8 +170,8 @@ class GpuStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheChanges:
-    """Short hashes of blocks that can be had from now on, and of those that cannot any more; of a model that keeps
-    states of its snapshots too (`short_snapshot`). None is in both.
+    """Short hashes of blocks that are available from now on, and of blocks that no longer are; for a model that keeps
+    states also of its snapshots (`short_snapshot`). No hash is in both.
     """
 
     stored: Sequence[int] = ()
@@ -191,7 +192,7 @@ NO_CHANGES: Final = CacheChanges()
 
 
 class PlainTokens(NamedTuple):
-    """Columns of deltas that bring one token each and nothing else: a step's deltas are of this kind but for a few.
+    """Columns of deltas with one token each and nothing else: nearly all of a step's deltas are of this kind.
 
     Engines make none; the codec of a link does, so that nothing is made for each of them.
     """
@@ -203,7 +204,7 @@ class PlainTokens(NamedTuple):
 
     @classmethod
     def split(cls, deltas: Sequence[TokenDelta]) -> "tuple[PlainTokens, list[TokenDelta]]":
-        """Splits `deltas` into those that fit into columns, and the others. An attempt's own keep their order."""
+        """Splits `deltas` into the ones that fit into columns, and the others. An attempt's own keep their order."""
         attempts: list[Hashable] = []
         indices: list[int] = []
         token_ids: list[int] = []
@@ -224,7 +225,7 @@ NO_TOKENS: Final = PlainTokens()
 
 
 def is_plain(delta: TokenDelta) -> bool:
-    """Whether it brings one token and nothing else."""
+    """Whether it has one token and no other data."""
     return (
         delta.finish_reason is None
         and len(delta.token_ids) == 1

@@ -86,7 +86,7 @@ class StructuredOutputs:
 
 def dead_end() -> InvalidRequestError:
     """The error of a request whose output no token can follow, and that does not match yet."""
-    limit = "the output cannot be completed: no token fits its grammar any more, or the grammar is too complex"
+    limit = "the output cannot be completed: no token fits its grammar, or the grammar is too complex"
     return InvalidRequestError(FIELD, None, limit)
 
 

@@ -19,7 +19,9 @@ class Timers(Generic[Key]):
 
     def __init__(self) -> None:
         self._entries: dict[Key, tuple[float, int, Key]] = {}
-        """The one of each key that counts. A number, of the call to `set`, orders what is due at the same time."""
+        """The one of each key that counts. A number, of the call to `set`, orders timers that are due at the same
+        time.
+        """
         self._heap: list[tuple[float, int, Key]] = []
         self._num_set = 0
 

@@ -73,8 +73,8 @@ def checked_token_ids(field: str, value: object) -> tuple[int, ...]:
 
 
 def _are_plain(token_ids: tuple[object, ...]) -> bool:
-    """Whether all are plain integers. Checked at the speed of C, but in pieces: for a million at one go no other thread
-    would run for 40 ms.
+    """Whether all are plain integers. Checked at the speed of C, but in pieces: checking a million at once would block
+    all other threads for 40 ms.
     """
     for start in range(0, len(token_ids), _PIECE):  # noqa: SIM110  # a generator costs a request half a microsecond
         if not set(map(type, token_ids[start : start + _PIECE])) <= {int}:
@@ -89,7 +89,9 @@ def _checked_token_id(field: str, value: object) -> int:
 
 
 def checked_text(field: str, value: object) -> str:
-    """Raises `InvalidRequestError` for what is no text, or has half a surrogate pair, which no encoding can write."""
+    """Raises `InvalidRequestError` for a value that is not text, or has half a surrogate pair, which no encoding can
+    write.
+    """
     if not isinstance(value, str):
         raise InvalidRequestError(field, value, "must be text")
     if not is_text(value):
@@ -98,7 +100,9 @@ def checked_text(field: str, value: object) -> str:
 
 
 def checked_seconds(field: str, value: object) -> float | None:
-    """The seconds as a plain number; None is no limit. Raises `InvalidRequestError` for what is no number."""
+    """The seconds as a plain number; None is no limit. Raises `InvalidRequestError` for a value that is not a
+    number.
+    """
     if value is not None and (not is_number(value) or value != value):
         raise InvalidRequestError(field, value, "must be a number of seconds")
     return None if value is None else as_float(value)
@@ -128,7 +132,7 @@ SAMPLING_FIELDS: Final[Neutral] = {
 }
 
 STRUCTURE_FIELDS: Final[Neutral] = {
-    "disable_any_whitespace": (False, True, None),  # there is none here anyway
+    "disable_any_whitespace": (False, True, None),  # there is none here in any case
     "disable_additional_properties": (False, None),
     "whitespace_pattern": (None,),
     "structural_tag": (None,),

@@ -42,9 +42,9 @@ class Tenant:
 class TenantCounters:
     """All accounts of one queue.
 
-    A tenant is active while it has requests waiting. One that becomes active is lifted to the smallest counter of the
-    active ones, or, if there are none, to that of the tenant that last was: idling earns no credit, and service beyond
-    one's share is not forgotten.
+    A tenant is active while it has requests waiting. A tenant that becomes active is lifted to the smallest counter of
+    the active ones, or, if there are none, to that of the last active tenant: idling earns no credit, and service
+    beyond one's share is remembered.
     """
 
     def __init__(self, shares: Mapping[str, float]) -> None:
@@ -58,7 +58,7 @@ class TenantCounters:
         return len(self._tenants)
 
     def of(self, name: str) -> Tenant:
-        """The account of that name; a new one where there is none."""
+        """The account of that name; a new one if there is none."""
         tenant = self._tenants.get(name)
         if tenant is None:
             if len(self._tenants) >= self._sweep_at:
@@ -67,7 +67,7 @@ class TenantCounters:
         return tenant
 
     def note_waiting(self, tenant: Tenant) -> None:
-        """One more of its requests waits. O(1), but O(active tenants) for one that becomes active."""
+        """One more of its requests waits. O(1), but O(active tenants) for a tenant that becomes active."""
         if tenant.num_waiting == 0:
             tenant.counter = max(tenant.counter, self._floor())
             self._active[tenant.name] = tenant
@@ -94,7 +94,7 @@ class TenantCounters:
         return 0.0 if self._last_active is None else self._last_active.counter
 
     def _sweep(self) -> None:
-        """Forget the idle ones that would be lifted anyway, so that a stream of ever new names does not pile up."""
+        """Forget idle tenants that would be lifted in any case, so that a stream of new names does not accumulate."""
         floor = self._floor()
         self._tenants = {
             name: tenant for name, tenant in self._tenants.items() if tenant.num_waiting > 0 or tenant.counter > floor
@@ -143,8 +143,8 @@ class WaitingQueue(Generic[AnyWaiter]):
 
     A waiter stands in the class `service_class`. That is its request's priority at first, and one class better after
     every `aging_s` seconds that it has waited, all its waits together; it never gets worse. Inside a class, and there
-    among those of one standing, the tenant with the smallest counter comes first (`waiting_queue.py`), and of a
-    tenant's the one that is due first.
+    among waiters of one standing, the tenant with the smallest counter comes first (`waiting_queue.py`), and of a
+    tenant's waiters the one that is due first.
     """
 
     def __init__(self, tenants: TenantCounters, aging_s: float, num_standings: int = 1) -> None:
@@ -182,7 +182,7 @@ class WaitingQueue(Generic[AnyWaiter]):
         return None
 
     def num_up_to(self, priority: Priority) -> int:
-        """Waiters of this class and of better ones that are not set aside."""
+        """Number of waiters of this class or a better one that are not set aside."""
         return sum(lane.num_waiting for lane_priority, lane in self._lanes if lane_priority <= priority)
 
     def first(self) -> AnyWaiter:
@@ -216,7 +216,7 @@ class WaitingQueue(Generic[AnyWaiter]):
         self._aside.append(waiter)
 
     def return_all(self) -> None:
-        """Put those who stood aside back in line."""
+        """Put the waiters that were set aside back in line."""
         for waiter in self._aside:
             self._lane(waiter).add(waiter)
         self._aside.clear()

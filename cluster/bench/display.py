@@ -102,7 +102,9 @@ def print_run(console: Console, run: Run) -> None:
 
 
 def _is_late(run: Run) -> bool:
-    """Whether the tool itself is what is measured: a wait of a tenth of the first token's time, and at least 5 ms."""
+    """Whether the load tool itself limits the result: it waits for a tenth of the time to the first token, and at least
+    5 ms.
+    """
     late, ttft = run.lateness_s, run.ttft_s
     return late is not None and late.p99 > max(0.005, 0.1 * (ttft.p50 if ttft is not None else 0.0))
 

@@ -34,7 +34,9 @@ class LoadLimits:
 
 
 class Driver:
-    """One run. `on_change(due, ended)` hears how many requests have been due and how many of them are over."""
+    """One run. `on_change(due, ended)` gets the number of requests that have been due and the number that have
+    ended.
+    """
 
     def __init__(
         self,
@@ -70,7 +72,9 @@ class Driver:
 
     @property
     def ended(self) -> list[RequestRecord]:
-        """The records of what was over when a run was interrupted, in the order in which they were due."""
+        """The records of the requests that had ended when a run was interrupted, in the order in which they were
+        due.
+        """
         over = (record for record in self.records if record.end_s and not record.is_cut)
         return sorted(over, key=lambda record: record.due_s)
 

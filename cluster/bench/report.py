@@ -56,8 +56,8 @@ class Load(Part):
     """The load of a run: open or closed loop, and its rate or number of users."""
 
     kind: Literal["closed", "open", "trace", "agents"] = Field(
-        description="closed: users who wait for their answers; open: at times of their own; trace: at recorded times; "
-        "agents: sessions of agents, all open at once"
+        description="closed: users who wait for their answers; open: at times of the tool's choice; trace: at recorded "
+        "times; agents: sessions of agents, all open at once"
     )
     concurrency: int | None = Field(None, description="users of a closed loop; agents")
     rate: float | None = Field(None, description="sessions a second of an open loop; of a trace, on average")
@@ -90,7 +90,7 @@ class Turns(Part):
 
 
 class Run(Part):
-    """One load and what the server made of it."""
+    """One load and the server's results under it."""
 
     load: Load
     interrupted: bool = Field(
@@ -190,7 +190,7 @@ class Report(Part):
 
 
 def read_report(path: Path) -> Report:
-    """Raises `ConfigurationError` for what is no report."""
+    """Raises `ConfigurationError` for a file that is not a report."""
     try:
         return Report.model_validate_json(path.read_bytes())
     except OSError as error:

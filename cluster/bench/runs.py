@@ -140,9 +140,9 @@ class Bench:
             await Driver(self._sender, self._texts, limits, on_change, self._clock).run(sessions)
 
     async def run(self) -> None:
-        """All runs, or the search. What is done is in `runs` from then on, whatever comes later.
+        """All runs, or the search. Completed runs are in `runs` from then on, even if a later one fails.
 
-        Cancelled, it ends; what was over of the last run is in `runs` too.
+        When it is cancelled, it ends; the requests of the last run that had ended are in `runs` too.
         """
         plan = self._plan
         if plan.find_max:

@@ -1,4 +1,4 @@
-"""Sender of requests: what the driver asks of a protocol, and how a protocol says what came of it. Plain data."""
+"""Sender of requests: the protocol's interface to the driver, and the result of a request. Plain data."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ class OnPiece(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `texts` alternate between what the user and what the model said; the last is the user's."""
+    """One request. `texts` alternate between user and model; the last is the user's."""
 
     texts: Sequence[str]
     num_output_tokens: int
@@ -163,7 +163,7 @@ class HttpSender:
         )
 
     async def choose_model(self) -> str:
-        """The first one that the server names, where none was. Raises `ConfigurationError`."""
+        """The given model, or else the first one that the server names. Raises `ConfigurationError`."""
         if not self.model:
             try:
                 async with self._session.get(self._models_url) as response:

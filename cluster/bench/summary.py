@@ -19,7 +19,7 @@ class RequestRecord:
     session: int
     turn: int
     due_s: float
-    """When it was to be sent. Latencies count from here: what waits on our side, waits as well."""
+    """When it was to be sent. Latencies count from here, so time in the tool's own queue counts too."""
     sent_s: float = 0.0
     end_s: float = 0.0
     piece_s: list[float] = field(default_factory=list)
@@ -54,7 +54,7 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None where there is none after it."""
+        """Time per output token after the first; None if no further token came."""
         last_s = self.last_s
         if last_s is None or len(self.piece_s) < 2 or self.num_output_tokens < 2:
             return None

@@ -37,7 +37,7 @@ class Arrivals:
     def times(self, seed: int) -> Iterator[float]:
         """Seconds from the beginning of the load, without end.
 
-        The gaps of one seed are the same at every rate, to scale: loads of two rates differ in nothing else.
+        The gaps of one seed are the same at every rate, to scale, so loads of two rates differ only in their rate.
         """
         rng = random.Random(f"{seed}/arrivals")
         now = 0.0
@@ -59,7 +59,7 @@ class Arrivals:
 FORMS: Final = "N, uniform:LOW:HIGH, normal:MEAN:DEVIATION, lognormal:MEDIAN:SIGMA or exponential:MEAN"
 
 _KINDS: Final = {"fixed": 1, "uniform": 2, "normal": 2, "lognormal": 2, "exponential": 1}
-"""Kinds by name, and how many numbers each has."""
+"""Kinds by name, with the number of parameters of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation. Its turns are asked one after the other, each with what was asked and answered before."""
+    """A conversation. Its turns are sent one after the other, each with all earlier questions and answers."""
 
     number: int
     turns: tuple[Turn, ...]
@@ -218,8 +218,8 @@ class Calibration:
         return cls(per_word, few_tokens - few_words * per_word, is_measured=True)
 
     def num_words(self, num_tokens: float) -> int:
-        """Words for so many tokens of text inside a prompt: tokens added to each prompt count once, at its
-        beginning.
+        """Words for a number of tokens of text inside a prompt: tokens that the tokenizer adds to each prompt count
+        once, at its beginning.
         """
         return max(0, round(num_tokens / self.tokens_per_word))
 

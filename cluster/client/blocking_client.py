@@ -1,4 +1,4 @@
-"""Blocking client, for programs without asyncio: an `AsyncClient` on an event loop in a thread of its own."""
+"""Blocking client, for programs without asyncio: an `AsyncClient` on an event loop in a separate thread."""
 
 import asyncio
 import queue
@@ -25,7 +25,7 @@ ItemT = TypeVar("ItemT")
 
 
 class Handover(Generic[ItemT]):
-    """Reads `items` on `loop` from the first `__next__` on, and raises there what they raise.
+    """Reads `items` on `loop` from the first `__next__` on, and raises their errors there.
 
     It ends on the loop, by `end`. It has no `close`, which `yield from` would call on the other thread.
     """
@@ -62,7 +62,7 @@ class Handover(Generic[ItemT]):
     # --- on the loop ---
 
     async def end(self) -> None:
-        """Ends the stream if it has not ended. Its reader, then or later, gets what was read ahead, then an error."""
+        """Ends the stream if it has not ended. Its reader gets the items that were read ahead, then an error."""
         self._has_begun = self._is_over = True
         if self._task is not None:
             self._task.cancel()

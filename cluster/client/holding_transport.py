@@ -21,7 +21,7 @@ from holdfast.router.wire.resume_codec import HOLD
 from holdfast.worker.wire.tls import Tls
 
 SILENCE_S: Final = 25.0
-"""A stream that says nothing for so long is lost: routers that have nothing to say say so every ten seconds."""
+"""A stream that is silent for this long is lost: a router without output sends a comment every ten seconds."""
 
 CONNECT_S: Final = 2.0
 """The longest that a connection may take: another router may be there at once."""
@@ -75,7 +75,7 @@ class HoldingTransport:
         **options: Any,
     ) -> None:
         """`options` are those of the package's own transport, such as `verify` and `limits`. `tls` stands for `verify`.
-        The `api_key` goes to routers with requests that have none of their own.
+        Requests without an API key get `api_key`.
         """
         if tls is not None:
             options = {**options, "verify": tls.client_context()}

@@ -1,4 +1,5 @@
-"""Packages of HTTP clients: what a transport needs of httpx and httpx2, blocking and asynchronous, as one port.
+"""Packages of HTTP clients: the interface of httpx and httpx2, blocking and asynchronous, that a transport needs, as
+one port.
 
 A blocking port's coroutines never wait for an event loop, so that one program runs on both (`at_once`).
 """
@@ -183,7 +184,7 @@ class _AsyncStream(_Stream):
 
 @cache
 def _stream_class(package: Package, base: str, own: type[_Stream]) -> type[_Stream]:
-    """The packages take bodies of their own classes only."""
+    """The packages accept only bodies of their own classes."""
     return type(own.__name__, (own, getattr(package, base)), {})
 
 

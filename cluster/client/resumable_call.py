@@ -1,8 +1,8 @@
 """Resumable call: one request that survives the loss of its router. What of the output its client has, what to send to
 the next router, and how output that comes after is merged. For every transport, without IO: time is passed in.
 
-`HeldCall` is one over HTTP: which headers and bytes to send, what a response's status means, and which bytes of a
-stream the client gets.
+`HeldCall` is the core for HTTP: the headers and bytes to send, the meaning of a response's status, and the bytes of a
+stream that the client gets.
 """
 
 import json
@@ -39,7 +39,7 @@ class ResumableCall:
 
     @property
     def is_over(self) -> bool:
-        """The client has the whole stream: all that may be missing is the end of the call."""
+        """The client has the whole stream: only the end of the call may be missing."""
         return self.record is not None and self.record.is_over
 
     def submit(self, now: float) -> ResumeRecord | None:

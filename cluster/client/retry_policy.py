@@ -60,8 +60,8 @@ class RetryPolicy:
         """Retries end with the timeout, counted from now, or some time after the first of the failures in a row.
 
         That time is `connect_s` until a router has got the request, and `reconnect_s` from then on. A row of failures
-        ends with output, or with a router that was lost after it had served the request (`SERVED_S`): one that admits
-        it and then says that it cannot be served is a failure like any other. Retries also end after
+        ends with output, or with a router that was lost after it had served the request (`SERVED_S`). A router that
+        admits a request and then reports that it cannot be served counts as a failure. Retries also end after
         `MAX_ROUTERS_LOST` routers in a row that ended while they were reading it. Where the client does not see when a
         router has read it (`sees_admission` False), it waits for so long then that routers know whether it may be sent.
         """
@@ -97,8 +97,8 @@ class RetryPolicy:
     def note_router_lost(self, *, is_proof: bool = True) -> None:
         """The connection to the router that it was sent to broke, without a word.
 
-        `is_proof`: a router was reading it when it ended. Raises `RequestQuarantinedError` after so many of these in a
-        row that the request is taken for the cause.
+        `is_proof`: a router was reading it when it ended. Raises `RequestQuarantinedError` after this many of these in
+        a row, since the request is then considered the cause.
         """
         self.note_router_gone()
         if not self._is_being_read:
@@ -117,7 +117,7 @@ class RetryPolicy:
         self._note_reached()
 
     def note_router_gone(self) -> None:
-        """The router that had the request was lost, or stops, as opposed to one that cannot have it served."""
+        """Whether the router was lost or stops, as opposed to a router that has no replica for the request."""
         self._is_router_gone = True
 
     def _note_reached(self) -> None:
@@ -135,7 +135,7 @@ class RetryPolicy:
     def pause_s(self, now: float, hint_s: float | None = None) -> float | None:
         """A try has failed: how long to wait before the next, or None if there is no use in it.
 
-        `hint_s` is what the router said of that; it counts once all have been asked.
+        `hint_s` is the router's retry time; it counts once all routers have been asked.
         """
         has_served = self._is_router_gone and now - self._sent_at >= SERVED_S
         if self._first_failed_at is None or has_served:

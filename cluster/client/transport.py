@@ -72,7 +72,7 @@ class Transport(Protocol):
         with one. Closing the generator cancels the call.
 
         `on_taken` is called when the router has let the request in, which may be long before it answers. The router is
-        sent `num_routers_lost`: the number of those that have ended while they were reading the request. Raises
+        sent `num_routers_lost`: the number of routers that ended while they were reading the request. Raises
         `CallFailed`.
         """
 
@@ -149,9 +149,9 @@ def _status(error: Any, address: str) -> CallStatus:
 
 
 def _is_router_lost(status: CallStatus) -> bool:
-    """Whether a connection broke after a router had read the call. One that could not be made has cost no router, and a
-    router that answers no ping is frozen or far away, which no request makes it: gRPC answers pings on threads of its
-    own. Where other calls of the connection were on their way as well, one that was read may look unread; routers know
+    """Whether a connection broke after a router had read the call. A connection attempt that failed has cost no router,
+    and a router that answers no ping is frozen or unreachable, which no request causes: gRPC answers pings on separate
+    threads. If other calls of the connection were in transit, a call that was read may look unread; routers identify it
     by their journals.
     """
     is_unreached = status.message.startswith(_UNREACHED) or any(one in status.message for one in (*_NO_LOSS, *_UNREAD))

@@ -22,7 +22,9 @@ _LOCAL = "localhost:50051"
 
 @takes_settings("client")
 def drain(replica: Replica, /, *, server: Server = _LOCAL, settings: Layer) -> int:
-    """Take a replica out of service: it gets no new requests, and what runs there moves to others, or finishes."""
+    """Take a replica out of service: it gets no new requests; its running requests move to other replicas, or
+    finish.
+    """
     _ask(server, settings, "Drain", replica_id=replica)
     print(f"replica {replica} drains; `holdfast undrain {replica}` puts it back into service")
     return 0
@@ -45,7 +47,7 @@ def pause(
     server: Server = _LOCAL,
     settings: Layer,
 ) -> int:
-    """Let new requests of a model wait until `holdfast resume`. Those that run go on."""
+    """Let new requests of a model wait until `holdfast resume`. Running requests continue."""
     _ask(server, settings, "Pause", model=model, refuse=refuse)
     print(f"{model} is paused: new requests {'are refused' if refuse else 'wait'}")
     return 0
@@ -81,7 +83,7 @@ def add_adapter(
 def remove_adapter(
     name: Annotated[str, Parameter(help="the adapter's name")], /, *, server: Server = _LOCAL, settings: Layer
 ) -> int:
-    """Serve a LoRA adapter no more. Requests that run keep it."""
+    """Remove a LoRA adapter. Requests that run keep it."""
     _ask(server, settings, "UnloadAdapter", name=name)
     print(f"{name} is not served any more")
     return 0
@@ -95,7 +97,7 @@ def log_level(
     server: Server = _LOCAL,
     settings: Layer,
 ) -> int:
-    """Change what the routers and replicas of a cluster log."""
+    """Change the log level of a cluster's routers and replicas."""
     _ask(server, settings, "SetLogLevel", level=level)
     print(f"log level of routers and replicas: {level.upper()}")
     return 0

@@ -92,7 +92,7 @@ async def _run(
     try:
         await bench.prepare()
         await bench.run()
-    except asyncio.CancelledError:  # Ctrl-C: what is done is shown and written
+    except asyncio.CancelledError:  # Ctrl-C: completed runs are shown and written
         if not bench.runs:
             raise
         is_interrupted = True

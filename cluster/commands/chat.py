@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 _FLAGS: Any = SamplingFlags  # a class made from the declarations
 _DEFAULTS: Final = _FLAGS(max_tokens=512)
 _HELP: Final = """\
-/new          forget what was said
+/new          forget the conversation
 /retry        answer the last message again
 /undo         forget the last message and its answer
-/system TEXT  say how the model is to answer, from here on
+/system TEXT  set the system prompt of the following answers
 /save FILE    write the conversation, as JSON
 /help         this list
 /quit         end, as Ctrl-D does; Ctrl-C ends an answer"""
@@ -46,7 +46,7 @@ def chat(
     sampling: Annotated[SamplingFlags, Parameter(name="*")] = _DEFAULTS,
     settings: Layer,
 ) -> int:
-    """Talk to a model. Answers come as they are made; what was said before goes with each message.
+    """Talk to a model. Answers are streamed; each message is sent with the whole conversation.
 
     Lines that are piped in are messages, one each. /help lists what else can be typed. Answers have up to 512 tokens
     unless --max-tokens says otherwise.

@@ -41,7 +41,7 @@ def estimate(
 ) -> int:
     """Say how much memory a model needs, without loading it.
 
-    Figures are of one rank. Unless a setting of the cache says otherwise, it is what this machine would give it.
+    Figures are of one rank. Without a setting for the cache, its size is this machine's default.
     """
     from holdfast.cluster.bundled_model.bundled_model import located
     from holdfast.cluster.config.config import load_config

@@ -48,7 +48,7 @@ def evaluate(
 ) -> int:
     """Measure a model's perplexity on a text and, with a reference, how far its probabilities are from that one's.
 
-    Log-probabilities are those that it serves as `prompt_logprobs`.
+    Log-probabilities are the values of `prompt_logprobs`.
     """
     from holdfast.cluster.config.config import load_config
 

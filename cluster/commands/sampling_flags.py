@@ -60,16 +60,16 @@ def _shape(help: str) -> Option:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags(_ParameterFlags):  # type: ignore[misc]  # a class made from the declarations
-    """Fields are named as in `SamplingParams`; the kinds of structured output are flags of their own."""
+    """Fields are named as in `SamplingParams`; each kind of structured output has a separate flag."""
 
     json_schema: Annotated[str | None, _shape("a JSON schema that the output follows, or a file that holds one")] = None
     json_object: Annotated[bool, _shape("the output is a JSON object")] = False
-    regex: Annotated[str | None, _shape("what the whole output matches")] = None
+    regex: Annotated[str | None, _shape("regular expression that the whole output matches")] = None
     choice: Annotated[list[str] | None, _shape("one of the texts that the output can be; may be repeated")] = None
     grammar: Annotated[str | None, _shape("a Lark grammar that the output follows, or a file that holds one")] = None
 
     def params(self) -> "SamplingParams":
-        """Raises `InvalidRequestError`, and `ConfigurationError` for what is not even of the right form."""
+        """Raises `InvalidRequestError`, and `ConfigurationError` for a value of the wrong form."""
         from holdfast.worker.sampling_params import SamplingParams
 
         declared = flag_table().sampling

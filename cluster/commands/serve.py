@@ -55,7 +55,7 @@ def serve(
 
 
 def run(config: "HoldfastConfig") -> int:
-    """Serves until a signal comes. A cluster of this machine runs in processes of its own, which replace each other."""
+    """Serves until a signal comes. A cluster of this machine runs in separate processes, which replace each other."""
     if config.cluster.address is not None:
         host(config)
         return 0

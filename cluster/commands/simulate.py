@@ -116,7 +116,7 @@ _DEFAULT_SHAPE: Final = ShapeFlags()
 
 def simulate(
     *,
-    seeds: Annotated[str, Parameter(group=ESSENTIALS, help="first:end, each a simulation of its own")] = "0:200",
+    seeds: Annotated[str, Parameter(group=ESSENTIALS, help="first:end, the seeds to simulate")] = "0:200",
     replay: Annotated[
         int | None, Parameter(group=_FAULTS, help="run this seed alone and print its last events")
     ] = None,
@@ -144,8 +144,8 @@ def simulate(
 ) -> int:
     """Run routers and replicas in virtual time, break them, and check every client's tokens.
 
-    A seed always gives the same simulation; exit code 1 if any promise was broken. With --replicas, nothing breaks:
-    a load is served, and what its clients would see is printed for each routing policy.
+    The same seed always gives the same simulation; exit code 1 if an invariant was violated. With --replicas, nothing
+    breaks: a load is served, and what its clients would see is printed for each routing policy.
     """
     if replicas is not None:
         _require(not async_scheduling, "async-scheduling", "with --replicas", "must not be: it is for simulated faults")

@@ -180,10 +180,10 @@ def stats(
 ) -> int:
     """Show how busy a running cluster's replicas are, and what their caches do.
 
-    Blocks are used by requests, or free; cached ones are free and still hold a prefix; slots of used ones that hold no
-    token are wasted. Completions of one request have shared so many tokens; of drafts, the share that came true. Counts
-    are since a replica's start, as of one of its last steps; tokens/s are output tokens in a second of stepping. A
-    dash: not reported yet, or there were none.
+    Blocks are used by requests, or free; cached blocks are free and still hold a prefix; slots of used blocks without a
+    token are wasted. Tokens that completions of one request share, and the share of accepted draft tokens. Counts are
+    since a replica's start, as of one of its last steps; tokens/s are output tokens in a second of stepping. A dash:
+    not reported yet, or there were none.
     """
     from rich.console import Console
     from rich.table import Table

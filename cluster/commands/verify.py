@@ -188,7 +188,7 @@ async def _audited(url: str, model: str, key: str, what: WhatFlags) -> "tuple[Re
     is_interrupted = False
     try:
         await _shown(audit, transport)
-    except asyncio.CancelledError:  # Ctrl-C: what is done is shown and written
+    except asyncio.CancelledError:  # Ctrl-C: completed checks are shown and written
         is_interrupted = True
     finally:
         await transport.close()

@@ -96,7 +96,7 @@ def _check_resources(value: Mapping[str, float]) -> Mapping[str, float]:
 
 Amount = Annotated[float, Field(ge=LEAST_AMOUNT, allow_inf_nan=False)]
 CustomResources = Annotated[dict[str, Amount], BeforeValidator(_read_resources), AfterValidator(_check_resources)]
-"""Amounts by name, as in `ray start --resources`. Ray adds some of its own, such as `accelerator_type:H100`."""
+"""Amounts by name, as in `ray start --resources`. Ray adds further resources, such as `accelerator_type:H100`."""
 
 
 def _read_labels(value: object) -> object:

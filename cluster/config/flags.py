@@ -89,7 +89,7 @@ _GROUPS: Final = {name: Group.create_ordered(name.capitalize()) for name in SECT
 def takes_settings(*sections: str, without: tuple[str, ...] = ()) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Gives a command a flag for every setting of `sections`, but for the paths in `without`.
 
-    A flag has the setting's last name, which is unique in the tree. The command gets those that were set as its
+    A flag has the setting's last name, which is unique in the tree. The command gets the flags that were set as its
     keyword argument `settings`, a layer for `load_config`.
     """
     flags = {flag.name: flag for flag in flag_table().settings if flag.section in sections and flag.path not in without}

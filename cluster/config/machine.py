@@ -1,4 +1,4 @@
-"""Machine that a command runs on: what it has, and whether the settings fit it. It needs neither torch nor Ray."""
+"""Hardware of this machine, and whether the settings fit it. It needs neither torch nor Ray."""
 
 import os
 import re

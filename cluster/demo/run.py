@@ -164,7 +164,7 @@ class ServedCluster:
             raise ReplicaError(f"holdfast serve has ended with exit code {self._process.wait()}")
 
     def kill(self) -> int:
-        """SIGKILL to it and to every process below. Returns how many that were."""
+        """SIGKILL to it and to every process below. Returns their number."""
         assert self._process is not None, "it is started first"
         pids = [self._process.pid, *descendants(self._process.pid)]
         for pid in pids:
@@ -250,7 +250,7 @@ def _running() -> Iterator[ServedCluster]:
 
 
 def _free_ports(number: int) -> int:
-    """The first of so many ports in a row that are free now."""
+    """The first of this many consecutive ports that are free now."""
     while True:
         with ExitStack() as stack:
             first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]

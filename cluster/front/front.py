@@ -129,7 +129,7 @@ class Front:
 
 
 def upstreams_of(addresses: Sequence[str], tls: Tls) -> list[Upstream]:
-    """Raises `ValueError` for what is no address, or no router could have."""
+    """Raises `ValueError` for a text that is not an address of a router."""
     origins = [Origin.of(address) for address in addresses]
     if not origins:
         raise ValueError("routers = []: must name at least one router")

@@ -95,7 +95,7 @@ class Relay:
         router.num_open += 1
 
     def _leave(self, *, is_lost: bool = False) -> None:
-        """The router has nothing to do with the request any more."""
+        """The router has finished with the request."""
         if self._router is not None:
             self._router.num_open -= 1
             if is_lost:

@@ -1,5 +1,5 @@
-"""Connections of the front to routers: HTTP/1.1, one request at a time on each, kept for the next one. A request as it
-came to the front, where it may go, and what the front counts.
+"""Connections of the front to routers: HTTP/1.1, one request at a time on each, kept for the next one. A request as the
+front received it, the routers it may go to, and the front's counts.
 """
 
 import asyncio
@@ -195,7 +195,7 @@ class Upstream:
         self._idle: list[Connection] = []
 
     async def connection(self) -> Connection:
-        """One that is free, or a new one. Raises `RouterLostError`."""
+        """A free connection, or a new one. Raises `RouterLostError`."""
         while self._idle:
             if not (kept := self._idle.pop()).is_lost:
                 return kept
@@ -261,7 +261,9 @@ class Routers:
     turn: int = 0
 
     def choose(self, now: float) -> Upstream:
-        """The router with the fewest open requests, one that is up before one that is down; in turn among equals."""
+        """The router with the fewest open requests, one that is up before one that is down; round robin among
+        equals.
+        """
         self.turn += 1
         order = [self.all[(self.turn + number) % len(self.all)] for number in range(len(self.all))]
         return min(order, key=lambda one: (one.is_down_until_s > now, one.num_open))

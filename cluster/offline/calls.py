@@ -82,7 +82,7 @@ def prompt_list(prompts: PromptInput | Sequence[PromptInput] | Sequence[int]) ->
 
 
 def _given(item: object) -> Given:
-    """A mapping may hold nothing that is not known, lest it be ignored; None is nothing."""
+    """A mapping with an unknown key is refused, so that no key is silently ignored; None is nothing."""
     if not isinstance(item, Mapping):
         return Given(checked_prompt(item))
     if unknown := [key for key, value in item.items() if key not in _KNOWN and value is not None]:
@@ -242,9 +242,9 @@ def _priority(priority: object) -> Priority:
 def run_together(
     engine: InferenceEngine, requests: Sequence[Enqueued], most: int, *, show: bool
 ) -> list[RequestHandle]:
-    """Requests that have finished. Keeps as many sequences submitted as the engine's queue takes, `most`; one request
-    by itself may always try. If one fails, so does the call, and none is left running. `show` shows a progress bar if
-    stderr is a terminal.
+    """Requests that have finished. Keeps at most `most` sequences submitted, the capacity of the engine's queue; a
+    single request may always try. If one fails, so does the call, and the others are aborted. `show` shows a progress
+    bar if stderr is a terminal.
     """
     handles: list[RequestHandle] = []
     widths: list[int] = []

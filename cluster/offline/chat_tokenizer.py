@@ -47,7 +47,7 @@ class ChatTokenizer(Tokenizer):
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "ChatTokenizer":
-        """The same tokenizer; what it has cached is shared."""
+        """The same tokenizer, with a shared cache."""
         made = cls.__new__(cls)
         made.__dict__.update(tokenizer.__dict__)
         return made
@@ -93,7 +93,7 @@ class ChatTokenizer(Tokenizer):
         return _encoding(found) if return_dict else found
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True, **wishes: object) -> Encoding:
-        """Token ids of a text, or of each of several. Raises `InvalidRequestError` for what is not supported."""
+        """Token ids of a text, or of each of several. Raises `InvalidRequestError` for unsupported arguments."""
         _check_neutral(wishes, _NOT_HERE)
         if wishes:
             raise TypeError(f"unexpected keyword argument {next(iter(wishes))!r}")

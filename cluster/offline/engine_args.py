@@ -1,6 +1,6 @@
 """Arguments of `LLM` by vLLM's names: which are Holdfast's settings, which have no effect, which must be neutral.
 
-`EngineArgs`, which holds them as a value, is in `vllm_engines.py`: a class of so many fields takes its time to make.
+`EngineArgs`, which holds them as a value, is in `vllm_engines.py`: a class with this many fields takes long to create.
 """
 
 import warnings
@@ -145,7 +145,8 @@ SHARED: Final = frozenset(
     max_logprobs max_loras max_num_batched_tokens max_num_seqs runner served_model_name
     """.split()  # noqa: SIM905
 )
-"""Holdfast's settings by vLLM's own names, besides those that `LLM` names itself. vLLM's None is our default."""
+"""Holdfast's settings by vLLM's names, besides the ones that are arguments of `LLM`. vLLM's None is Holdfast's default.
+"""
 
 NONE_IS_DEFAULT: Final = NEUTRAL.keys() | WITHOUT_EFFECT | SHARED | RENAMED.keys()
 
@@ -153,9 +154,10 @@ _DRAFT_METHODS: Final = {"ngram": "ngram", "suffix": "suffix", "draft_model": "d
 
 
 def translated(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Holdfast's settings by their last name. What is not vLLM's stays as it is, for `keyword_layer` to judge.
+    """Holdfast's settings by their last name. Arguments that are not vLLM's are passed on unchanged, for
+    `keyword_layer` to check.
 
-    Raises `ConfigurationError` for what would change outputs. Warns once of all that has no effect.
+    Raises `ConfigurationError` for what would change outputs. Warns once about all arguments without effect.
     """
     settings = {name: value for name, value in arguments.items() if value is not None or name not in NONE_IS_DEFAULT}
     settings = {RENAMED.get(name, name): value for name, value in settings.items()}
@@ -266,4 +268,4 @@ DEFAULTS: Final[dict[str, Any]] = (
     | {name: values[0] for name, values in NEUTRAL.items()}
     | dict.fromkeys(sorted(WITHOUT_EFFECT))
 )
-"""Every argument with its default; None for what is left to the settings."""
+"""Every argument with its default; None for values that the settings determine."""

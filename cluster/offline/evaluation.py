@@ -51,8 +51,8 @@ class Evaluation:
 
 
 def windows_of(prefix: Sequence[int], token_ids: Sequence[int], context: int) -> list[list[int]]:
-    """The text in prompts of at most `context` tokens, one after the other, each behind `prefix`. One that has nothing
-    to score is left out.
+    """The text in prompts of at most `context` tokens, one after the other, each behind `prefix`. A chunk without a
+    token to score is left out.
     """
     step = context - len(prefix)
     windows = [[*prefix, *token_ids[start : start + step]] for start in range(0, len(token_ids), step)]
@@ -108,8 +108,8 @@ def evaluate(
 def divergence(reference: Mapping[int, float], other: Mapping[int, float], vocab_size: int) -> float:
     """Kullback-Leibler divergence of `other` from `reference`, by log-probabilities of tokens, in nats.
 
-    Tokens that are not in both count as one, with what is left of the probability. So it is exact where all are there,
-    and no more than the exact one otherwise.
+    Tokens that are missing from either list count as one token, with the remaining probability. So the divergence is
+    exact if all tokens are there, and otherwise a lower bound.
     """
     both = reference.keys() & other.keys()
     of_reference = {token: math.exp(reference[token]) for token in both}

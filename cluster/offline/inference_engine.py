@@ -58,7 +58,7 @@ class InferenceEngine:
     override the tree. A request without a timeout has no deadline.
 
     Same model, settings and `seed`, and the same requests in the same order, give the same outputs: a request without a
-    seed of its own gets one derived from `seed` and its number.
+    seed gets one derived from `seed` and its number.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class InferenceEngine:
         step with new tokens, the last time with `finished` or `error` set; with `best_of` and `beam_width` only that
         last time. It runs on the thread that serves all requests, so it should hand over and return. After `timeout_s`
         the request ends with a `DeadlineExceededError`. Only requests with the same `cache_salt` find each other's
-        prefixes in the cache; that of this one is kept there for `cache_ttl_s`. Without a `request_id` it is called
-        `request-N`, and is no other request of that name.
+        prefixes in the cache; that of this one is kept there for `cache_ttl_s`. Without a `request_id` it gets the name
+        `request-N`, which a caller cannot use.
 
-        Raises `CallerError` for what is wrong with the request, though not to a callback, which has it by the handle;
-        what else may end it comes by the handle. Raises why the engine has ended if it has.
+        Raises `CallerError` for an invalid request, except with a callback; all later errors, and all errors with a
+        callback, come by the handle. Raises why the engine has ended if it has.
         """
         router = self._running()[1]
         service: ServiceOptions = {
@@ -238,9 +238,9 @@ class InferenceEngine:
         """Replaces the weights without a restart; the prefix cache is dropped. Returns the version, which is part of
         the fingerprint: `update-N` if it is not given. Blocking.
 
-        `weights` is a folder of a model that differs in its weights alone, or tensors by the names that they have in
-        the model's own files; what is not given stays as it is. Requests that run `finish` before, while new ones wait,
-        or `replay`: they go on with the new weights after the tokens that they have. While it lasts, memory holds both
+        `weights` is a folder with other weights of the same model, or tensors by their names in the model's own files;
+        tensors that are not given keep their values. Requests that run `finish` before, while new ones wait, or
+        `replay`: they go on with the new weights after the tokens that they have. While it lasts, memory holds both
         models. Raises `InvalidRequestError` or `ConfigurationError` for weights that do not fit: the old ones stay.
         """
         from holdfast.worker.models.weights import model_folder  # here: it loads torch
@@ -371,7 +371,7 @@ class InferenceEngine:
 
 def _patient(config: WorkerConfig) -> WorkerConfig:
     """The config with late freeze detection and no self-checks. In one process no other replica could take over: an
-    early verdict would only end a script whose machine was busy, and self-checks would only take time from it.
+    early verdict would only end a script on a busy machine, and self-checks would only take its time.
     """
     frozen_after_s = max(config.health.frozen_after_s, ALONE_FROZEN_AFTER_S)
     health = config.health.model_copy(update={"frozen_after_s": frozen_after_s, "self_check_every_s": 0.0})

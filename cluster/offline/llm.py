@@ -55,11 +55,11 @@ Item = TypeVar("Item")
 class LLM(PoolingMethods, VllmMethods):
     """A loaded model. Close it, or use it as a context manager, to free its memory and ranks before the process ends.
 
-    `settings` are those of `holdfast config show`, by their last name (`max_num_seqs=8`), or the arguments of vLLM's
-    class: those that change no output are accepted, the others are applied or refused. Requests without a seed get one
-    derived from `seed` and their number, so that a script gives the same outputs every time it is run. `chat_template`
-    (a file, or the template itself) takes the place of the model's own. `generation_config` (`auto`: the model's;
-    `vllm`: none; or a folder) and `override_generation_config` set the default sampling parameters. Raises
+    `settings` are the settings of `holdfast config show` by their last name (`max_num_seqs=8`), or the arguments of
+    vLLM's class: arguments that change no output are accepted, the others are applied or refused. Requests without a
+    seed get one derived from `seed` and their number, so that a script gives the same outputs every time it is run.
+    `chat_template` (a file, or the template itself) takes the place of the model's own. `generation_config` (`auto`:
+    the model's; `vllm`: none; or a folder) and `override_generation_config` set the default sampling parameters. Raises
     `ConfigurationError` or `UnsupportedModelError` where the model cannot be loaded as asked.
     """
 
@@ -144,7 +144,7 @@ class LLM(PoolingMethods, VllmMethods):
     def wait_for_completion(
         self, output_type: type[RequestOutput] | None = None, *, use_tqdm: bool | Callable[..., object] = True
     ) -> list[RequestOutput]:
-        """Runs all that was enqueued, and returns the outputs in that order. If one request fails, so do all."""
+        """Runs all enqueued requests, and returns the outputs in their order. If one request fails, so do all."""
         if output_type not in (None, RequestOutput):
             raise InvalidRequestError("output_type", output_type, "must be RequestOutput, or None")
         enqueued, self._enqueued = self._enqueued, []

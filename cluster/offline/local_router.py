@@ -1,4 +1,4 @@
-"""In-process router: request processor and dispatch host on an event loop, in a thread of their own."""
+"""In-process router: request processor and dispatch host on an event loop, in a separate thread."""
 
 import asyncio
 import math
@@ -37,7 +37,7 @@ REPLICA_ID: Final = "local"
 
 class LocalReplica:
     """One replica with the weights that it has now, up from `connect` until its engine ends or it is replaced. Lives on
-    the event loop, but for what the engine calls.
+    the event loop, except for the engine's callbacks.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class LocalRouter:
             self._open[request].cancel()
 
     def _abort(self, request_id: str) -> None:
-        """Aborts the requests whose callers chose this id, not those that have it by default."""
+        """Aborts only requests whose callers chose this id, not requests that have it by default."""
         named = [request for request in self._open if request.request_id == request_id]
         for request in [one for one in named if one.has_own_id] or named:
             self._open[request].cancel()

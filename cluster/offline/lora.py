@@ -11,8 +11,8 @@ from holdfast.worker.value_types import is_list, is_whole
 class LoRARequest:
     """A LoRA adapter: name, number, and a folder in PEFT's format.
 
-    The folder is read when name, number and folder come together for the first time; later requests with the same
-    three run with what was read then. With `load_inplace`, or another number, it is read anew.
+    The folder is read when name, number and folder come together for the first time; later requests with the same three
+    use the adapter that was read then. With `load_inplace`, or another number, it is read anew.
     """
 
     lora_name: str

@@ -48,10 +48,10 @@ class CompletionOutput:
     spec_decode_metrics: ClassVar[None] = None
     weight_versions: ClassVar[None] = None
     kv_transfer_params: ClassVar[None] = None
-    """vLLM's attributes for what is not here."""
+    """vLLM's attributes without a counterpart here."""
 
     def finished(self) -> bool:
-        """Whether no more tokens come."""
+        """Whether the output is complete."""
         return self.finish_reason is not None
 
 
@@ -188,7 +188,7 @@ class BeamSearchParams:
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
-    """Beams are ranked by what the model itself says: only 0 is taken."""
+    """Beams are ranked by the model's log-probabilities, so only 0 is accepted."""
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
     """Keep the end of sequence as a beam's last token."""

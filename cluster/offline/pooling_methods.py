@@ -46,9 +46,9 @@ class PoolingMethods:
     ) -> list[PooledRequestOutput[EmbeddingOutput]]:
         """Vectors of all prompts, in their order, of a model for embeddings.
 
-        `truncate_prompt_tokens` keeps the last tokens of longer prompts, with -1 as many as the model takes; other
-        prompts that are too long are refused. There is no progress bar. Raises `InvalidRequestError`, also for a model
-        that gives no vectors.
+        `truncate_prompt_tokens` keeps the last tokens of longer prompts, with -1 up to the model's maximum length;
+        other prompts that are too long are refused. There is no progress bar. Raises `InvalidRequestError`, also for a
+        model that gives no vectors.
         """
         options = (pooling_params, truncate_prompt_tokens, lora_request, priority, service)
         found = self._pooled(PoolingTask.EMBED, prompts, *options)
@@ -81,8 +81,8 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         **service: Unpack[ServiceOfAll],
     ) -> list[PooledRequestOutput[ScoringOutput]]:
-        """Scores of pairs: of one text with each of `data_2`, or of as many as these. A model for scores gets both in
-        one prompt, with `instruction` where its template has one; of one for embeddings the cosine counts.
+        """Scores of pairs: of one text with each of `data_2`, or of two lists of equal length. A model for scores gets
+        both in one prompt, with `instruction` where its template has one; of one for embeddings the cosine counts.
         """
         sampling, params = (
             SamplingParams(max_tokens=1, truncate_prompt_tokens=truncate_prompt_tokens),

@@ -49,9 +49,9 @@ class RequestHandle:
         name: str,
         is_awaited: bool,
     ) -> None:
-        """`name` is what outputs call it; without an id of its own the router chooses one that no caller can give.
-        `cancel` ends it from any thread. `is_awaited`: the caller waits for `admitted`, which alone then reports what
-        is wrong with the request.
+        """`name` is the request's name in outputs; without an id the router chooses one that no caller can give.
+        `cancel` ends it from any thread. `is_awaited`: the caller waits for `admitted`, which alone then reports errors
+        of the request.
         """
         self.request_id = name
         self.has_own_id = bool(request.request_id)
@@ -230,7 +230,7 @@ def prompt_logprobs(first: OutputDelta, tokenizer: Tokenizer) -> list[dict[int, 
 
 
 def _output_logprobs(item: TokenLogprob, params: SamplingParams, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """The token itself first, then the best ones, or those that are asked for by their ids, without ranks."""
+    """The token itself first, then the most likely ones, or the ones requested by their ids, without ranks."""
     said = by_token_id(item, tokenizer)
     if not params.logprob_token_ids:
         return said

@@ -34,7 +34,7 @@ _LOOK_S: Final = 0.05
 
 class _Methods:
     def arguments(self) -> dict[str, Any]:
-        """Arguments of `LLM(...)`: those that differ from the defaults."""
+        """Arguments of `LLM(...)`: the ones that differ from the defaults."""
         return {name: value for name, value in asdict(self).items() if value != DEFAULTS[name]}  # type: ignore[call-overload]  # a dataclass is made of it
 
     @staticmethod
@@ -63,7 +63,7 @@ def _add_flag(parser: ArgumentParser, name: str, default: object) -> None:
 
 
 def _value(text: str) -> object:
-    """Numbers, switches and mappings as JSON writes them, and what is none of these as text."""
+    """Numbers, switches and mappings as JSON, other values as text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -152,7 +152,7 @@ class AsyncLLMEngine(_Engine):
         return self._llm.reset_prefix_cache(reset_running_requests, reset_connector)
 
     async def reset_mm_cache(self) -> None:
-        """There is none: models take text alone."""
+        """Nothing to do: models take only text."""
 
     async def reset_encoder_cache(self) -> None:
         """There is none: models take text alone."""

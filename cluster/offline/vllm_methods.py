@@ -74,7 +74,7 @@ class VllmMethods(Refused):
         return True
 
     def reset_mm_cache(self) -> None:
-        """There is none: models take text alone."""
+        """Nothing to do: models take only text."""
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """Ranks of the tensor-parallel group."""

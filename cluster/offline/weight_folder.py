@@ -23,7 +23,7 @@ _INDEX: Final = "*.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class WeightFolder:
-    """A model's folder. One that was made of tensors goes away with the object."""
+    """A model's folder. A folder that was made from tensors is deleted with the object."""
 
     path: Path
     _made: tempfile.TemporaryDirectory[str] | None = None
@@ -65,7 +65,7 @@ def _checked(weights: "Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]") -> 
 
 
 def _save(given: "dict[str, Tensor]", base: Path, folder: Path) -> None:
-    """All that `base` has, with these tensors in place of its own, in the dtypes of its own."""
+    """All tensors of `base`, with these tensors in their place, in the dtypes of `base`."""
     from safetensors.torch import save_file
 
     for pattern in _NOT_WEIGHTS:

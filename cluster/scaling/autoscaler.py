@@ -1,8 +1,8 @@
-"""Autoscaler core: how many replicas a model should have, from what routers see of its load. One per model.
+"""Autoscaler core: the number of replicas that a model should have, from the load that routers report. One per model.
 
-No Ray, no clock, no IO: `decide` takes what is seen and the time. It goes up for the load expected when a new replica
-would serve, for a queue that would break the target of the first token, and for first tokens that are late; and down
-once fewer replicas have been enough for a while.
+No Ray, no clock, no IO: `decide` takes the observations and the time. It goes up for the load expected when a new
+replica would serve, for a queue that would break the target of the first token, and for first tokens that are late; and
+down once fewer replicas have been enough for a while.
 """
 
 import math
@@ -32,7 +32,7 @@ CHANCE: Final = 0.5
 """Replicas by which the load of two spells may differ by chance: so much growth is no trend."""
 
 MAX_GROWTH: Final = 0.5
-"""A trend adds at most this share of the load to it: what is a trend over seconds may be chance."""
+"""A trend adds at most this share of the load: over a few seconds, a trend may be chance."""
 
 PATIENCE: Final = 4
 """Factor on the usual start time after which a starting replica is not counted."""
@@ -65,7 +65,7 @@ class Autoscaler:
     """Decides for one model, about once a second."""
 
     def __init__(self, settings: ScalingConfig, max_num_seqs: int) -> None:
-        """`max_num_seqs` is how many sequences a replica runs at once."""
+        """`max_num_seqs` is the number of sequences that a replica runs at once."""
         assert settings.max_replicas is not None, "the number of replicas follows the load"
         self._settings = settings
         self._max_replicas = settings.max_replicas
@@ -197,7 +197,9 @@ class Autoscaler:
         return Decision(num_replicas=seen.num_wanted + 1, reason=f"first tokens take {ttft_s:.1f} s")
 
     def queue_s(self, demand: ModelDemand) -> float:
-        """Seconds until what waits has had its first token, by the replicas that serve: by requests and by tokens."""
+        """Seconds until all waiting requests have had their first token, with the replicas that serve: by requests and
+        by tokens.
+        """
         speed = sum(one.prefill_tokens_per_s for one in demand.replicas)
         waiting_tokens = demand.num_queued_tokens + sum(one.num_waiting_tokens for one in demand.replicas)
         by_tokens = waiting_tokens / speed if speed else 0.0

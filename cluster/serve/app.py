@@ -194,7 +194,9 @@ def _replica(config: HoldfastConfig, name: str, placement: RankPlacement) -> ser
 
 
 def _router_options(cluster: ClusterConfig, *, replaces: bool) -> dict[str, Any]:
-    """Our own Ray counts CPUs for the routers that it was started with, and those that go have theirs until then."""
+    """Holdfast's own Ray counts CPUs for the initial number of routers; a router that stops keeps its CPU until it has
+    ended.
+    """
     num_cpus = 0 if replaces and cluster.address is None else 1
     check_labels("cluster.router_labels", cluster.router_labels)
     labels = {"label_selector": cluster.router_labels} if cluster.router_labels else {}

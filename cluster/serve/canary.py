@@ -1,4 +1,4 @@
-"""Canary: whether a new version of a model is worse than the one that serves, from what routers have counted.
+"""Canary: whether a new version of a model is worse than the current one, by the routers' counts.
 
 `verdict` is a pure function of counts.
 """
@@ -187,7 +187,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedChange:
-    """One model, or the routers, and what is to be done."""
+    """One model, or the routers, and the change to make."""
 
     kind: ChangeKind
     model: str

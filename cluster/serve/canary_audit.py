@@ -14,7 +14,7 @@ from holdfast.router.dispatch.versions import position
 from holdfast.worker.model_info import version_of
 
 NUM_ASKED: Final = 5
-"""A question is asked so often at most until the canary is the one that answers: it may be full."""
+"""Maximum number of times that a question is asked until the canary answers it: the canary may be full."""
 
 CHECKS: Final = ("purity", "seeded", "finish", "stop", "logprobs", "unicode", "streams", "structured")
 _SIZES: Final = Sizes(num_prompts=3, num_tokens=16, company=4, pause_s=0.0)

@@ -29,7 +29,7 @@ from holdfast.worker.errors import ConfigurationError, ReplicaError, RequestAbor
 from holdfast.worker.progress import Report
 
 SECTIONS: Final = ("model", "parallel", "cache", "scheduler", "health", "speculation", "scaling", "cluster")
-"""Sections of settings that a model has of its own; the others are those of the cluster."""
+"""Sections of settings that each model may have for itself; all others belong to the cluster."""
 
 LOG_PERIOD_S: Final = 0.5
 LOG_BATCH: Final = 200
@@ -166,7 +166,7 @@ class ServeControl:
         return replace(loaded, config=self._within_cluster(loaded.config))
 
     def _within_cluster(self, config: HoldfastConfig) -> HoldfastConfig:
-        """The settings, with the cluster's own where a model has none."""
+        """The settings, with the cluster's where the model has no setting."""
         own = self._config
         place = {name: getattr(own.cluster, name) for name in ("namespace", "address", "host")}
         sections = {name: getattr(own, name) for name in ("router", "limits", "overload", "security", "telemetry")}

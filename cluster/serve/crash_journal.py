@@ -24,7 +24,7 @@ SUFFIX: Final = ".reading"
 
 
 class CrashJournal:
-    """A `Journal` in a file of its own, of this process."""
+    """A `Journal` of this process, in a file."""
 
     def __init__(self, folder: Path) -> None:
         """Makes the file, which is for this user alone. Raises OSError."""
@@ -51,7 +51,7 @@ class CrashJournal:
 
 
 def left_journal(path: Path) -> LeftJournal:
-    """The file of another process. Raises OSError, ValueError for what is no journal."""
+    """The file of another process. Raises OSError, ValueError for a file that is not a journal."""
     with open(path, "r+b") as file:
         return LeftJournal(mmap.mmap(file.fileno(), SIZE))
 
@@ -60,14 +60,17 @@ class CrashJournals:
     """The journal of this router, and the watch over those of the other routers of this machine."""
 
     def __init__(self, folder: Path, watch: PoisonWatch) -> None:
-        """`watch` notes what it reads here from now on, and gets what others were reading. Raises OSError."""
+        """`watch` notes the requests that this router reads here from now on, and gets the requests that others were
+        reading. Raises OSError.
+        """
         self._folder = folder
         self.own = CrashJournal(folder)
         self._others: dict[Path, tuple[LeftJournal, int]] = {}
         """Journals of other processes, each with a file descriptor."""
         self._read: set[Path] = set()
-        """Journals of processes that have ended. They are kept for routers that start later, until they hold nothing
-        any more."""
+        """Journals of processes that have ended. They are kept for routers that start later, until they have no
+        entries.
+        """
         self.serve(watch)
 
     def serve(self, watch: PoisonWatch) -> None:

@@ -33,7 +33,7 @@ LEASE_S: Final = 15.0
 """A member that has not renewed for this long is forgotten. Links break long before; this only clears the name."""
 
 RENEW_S: Final = 5.0
-"""A call through Serve takes milliseconds of CPU on both sides: this is most of what an idle cluster takes."""
+"""A call through Serve takes milliseconds of CPU on both sides: these calls are most of an idle cluster's CPU time."""
 
 SETTLED_S: Final = 8.0
 """Seconds by which every member has registered with a new directory."""
@@ -154,7 +154,7 @@ class Directory:
         return True
 
     def remove_model(self, name: str) -> None:
-        """A model is served no more: routers refuse it by name, until another replica begins to serve it."""
+        """The model was removed: routers refuse it by name, until another replica begins to serve it."""
         self._removed_models.add(name)
         self._version += 1
 

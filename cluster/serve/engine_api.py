@@ -89,7 +89,7 @@ class EngineApi:
         self._pipeline.processor.close()
 
     async def stop(self) -> None:
-        """Ends what is open. The engine may have ended before."""
+        """Ends all open calls. The engine may have ended before."""
         self._pipeline.dispatch_host.close_all(stopping())
         await self._server.stop(CLOSE_GRACE_S)
         self._decode_worker.close()

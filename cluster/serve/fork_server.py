@@ -4,8 +4,8 @@
 
 A worker that is forked is ready in tenths of a second of CPU time, where the imports of a new one take two to five.
 `worker_launcher.py`, which the raylet starts in place of a worker, asks for it over the Unix socket `SOCKET`. A worker
-ends with its launcher. Workers outlive a fork server that is killed, and end with one whose standard input is at its
-end, which means that its parent is gone.
+ends with its launcher. Workers outlive a fork server that is killed. They end with one whose standard input has ended,
+which means that its parent is gone.
 """
 
 import json
@@ -63,7 +63,7 @@ class ForkServer:
         self._listening = listening
         self._selector = selectors.DefaultSelector()
         self._asking: dict[socket.socket, _Asking] = {}
-        """Launchers whose request is not whole: one that is silent or slow holds up no other."""
+        """Launchers whose request is incomplete: a silent or slow launcher holds up no other."""
         self._pids: dict[socket.socket, int] = {}
         """The worker of each connected launcher."""
 
@@ -100,7 +100,7 @@ class ForkServer:
             self._refuse(next(iter(self._asking)) if len(self._asking) > MAX_ASKING else launcher)
 
     def _read(self, launcher: socket.socket) -> WorkerRequest | None:
-        """Takes what a launcher sends. Returns its request in the worker, None in the fork server."""
+        """Receives a launcher's request. Returns its request in the worker, None in the fork server."""
         try:
             request = self._asking[launcher].read(launcher)
         except BlockingIOError:
@@ -177,7 +177,7 @@ def user_of(launcher: socket.socket) -> int:
 
 
 class _Asking:
-    """State of what a launcher has sent so far."""
+    """State of a launcher's request while it is received."""
 
     def __init__(self) -> None:
         self.streams: list[int] = []
@@ -214,7 +214,7 @@ def _is_gone(launcher: socket.socket) -> bool:
 def become_worker(request: WorkerRequest) -> None:
     """Turns this process, a fork, into what `python argv...` would be, and runs it.
 
-    It leads a process group of its own: with the end of a worker, the raylet kills the worker's group.
+    It leads a separate process group: at the end of a worker, the raylet kills the worker's group.
     """
     os.setpgid(0, 0)
     os.environ.clear()
@@ -230,7 +230,7 @@ def become_worker(request: WorkerRequest) -> None:
 
 @contextmanager
 def started_server(path: Path, modules: Iterable[str] = IMPORTED) -> Iterator[Path]:
-    """Keeps a fork server that listens at `path`, with imports of its own. Its workers end with the block."""
+    """Keeps a fork server that listens at `path` and imports its modules itself. Its workers end with the block."""
     command = [sys.executable, "-m", "holdfast.cluster.serve.fork_server", str(path), *modules]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)  # Ctrl-C is for this process alone
     assert process.stdin is not None
@@ -243,7 +243,7 @@ def started_server(path: Path, modules: Iterable[str] = IMPORTED) -> Iterator[Pa
 
 @contextmanager
 def forked_server() -> Iterator[Path]:
-    """Keeps a fork server with what this process has imported, which must have one thread. Yields where it listens.
+    """Keeps a fork server with this process's imports; this process must have one thread. Yields where it listens.
 
     The server is the child of the process that adopts this one's orphans, and reaps it where it is killed.
     """
@@ -286,7 +286,7 @@ def _fork_server(listening: socket.socket, is_over: int, tell: int) -> NoReturn:
 
 
 def _run(listening: socket.socket) -> NoReturn:
-    """Runs the fork server, in a process of its own, and in each fork the worker."""
+    """Runs the fork server in a new process, and the worker in each fork."""
     code = 0
     try:
         if (request := ForkServer(listening).serve()) is not None:

@@ -61,14 +61,14 @@ class Kept(Protocol):
 
 @contextmanager
 def kept(it: Kept, say: Callable[[str], None]) -> Iterator[None]:
-    """Starts a process again each time that it ends in the block, on a thread of its own. `say` hears of each loss."""
+    """Restarts a process whenever it ends in the block, from a separate thread. `say` hears of each loss."""
     with _thread(f"{it.name}-keeper", lambda is_over: _keep(it, say, is_over)):
         yield
 
 
 @contextmanager
 def watched_raylet(on_loss: Callable[[str], None]) -> Iterator[None]:
-    """Calls back once, from a thread of its own, with the name of the raylet if it ends in the block."""
+    """Calls back once, from a separate thread, with the name of the raylet if it ends in the block."""
     (raylet,) = [pid for pid in descendants(os.getpid()) if _name(pid) == RAYLET]
 
     def wait(is_over: int) -> None:
@@ -233,7 +233,7 @@ STOP_S: Final = 5.0
 
 @contextmanager
 def front_process(config: HoldfastConfig, warn: Callable[[str], None]) -> Iterator[str]:
-    """Yields `host:port` of a front that runs for as long as the block does; empty where none is wanted.
+    """Yields `host:port` of a front that runs for as long as the block does; empty if no front is configured.
 
     Raises `ConfigurationError` for one that cannot be started.
     """

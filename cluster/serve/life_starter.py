@@ -1,11 +1,11 @@
-"""Life starter: a process that has imported what a cluster's host imports, and forks a new host for each life of it.
+"""Life starter: a process that has the imports of a cluster's host, and forks a new host for each life of it.
 
     python -m holdfast.cluster.serve.life_starter MODULE [MODULE...]
 
 A cluster that is lost starts again without the imports, which take a busy machine half of the time of a start. The
 supervisor asks over the Unix socket that is standard input, one message for each life. The answer is the pid of a
-reaper (`reaper.py`), a child of the supervisor, which runs `main()` of the first module. The starter ends when the
-socket is at its end.
+reaper (`reaper.py`), a child of the supervisor, which runs `main()` of the first module. The starter ends when its
+socket is closed.
 
 Its imports, and the fork server's, are made so that each fork is as good as a new interpreter: what Ray's import reads
 from the environment is set before, and class ids are not drawn from a generator that forks would share (read in Ray
@@ -93,7 +93,9 @@ NO_JOB: Final = "ffffffff"
 
 
 def import_for_forks(modules: Iterable[str]) -> None:
-    """Imports in a new process, which owns what it forks. A worker of Ray ends with the parent of this process."""
+    """Imports in a new process, which is the parent of its forks. A worker of Ray ends with the parent of this
+    process.
+    """
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else NumPy starts threads when it is imported
     os.environ["RAY_JOB_ID"], os.environ["RAY_RAYLET_PID"] = NO_JOB, str(os.getppid())  # Ray reads them once
     os.environ["RAY_AUTH_MODE"] = "token"  # as well: a fork that reads the mode later would present no token

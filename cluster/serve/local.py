@@ -74,7 +74,7 @@ class PrivateRay:
 
 @contextmanager
 def private_ray(host: str, num_cpus: int, object_store_memory: int, forks: Path | None = None) -> Iterator[PrivateRay]:
-    """Starts it with so many CPUs to count and so many bytes of shared memory, and ends all of it after the block.
+    """Starts it with this many CPUs and this many bytes of shared memory, and ends all of it after the block.
 
     All of its processes listen on the address `host` alone. Its workers are forked by the server at `forks`, else by
     one that starts here. On the main thread, whose end is that of Ray's processes.
@@ -212,7 +212,7 @@ def num_cpus_of_our_own(config: HoldfastConfig) -> int:
 
 
 def share_cores(config: HoldfastConfig) -> HoldfastConfig:
-    """On one machine the ranks of all models share the cores: each gets as many threads as there are cores for it."""
+    """On one machine the ranks of all models share the cores: each rank gets as many threads as it has cores."""
     if config.cluster.address is not None or config.parallel.num_threads is not None:
         return config
     ranks = sum(map(_num_ranks, config.each_model))

@@ -90,7 +90,7 @@ class Tail:
         """Timestamp of the last line that had one: lines without a timestamp belong to it."""
 
     def lines(self) -> list[tuple[str, str]]:
-        """(time, line) of those that have come since the last call."""
+        """(time, line) of the lines since the last call."""
         with suppress(OSError), self.file.path.open("rb") as opened:
             opened.seek(self._offset)
             data = opened.read()
@@ -108,7 +108,7 @@ class Tail:
 
 
 def merged(tails: Sequence[Tail]) -> list[tuple[str, str]]:
-    """(name, line) of all that is new, by time."""
+    """(name, line) of all new lines, by time."""
     every = [(stamp, tail.file.name, line) for tail in tails for stamp, line in tail.lines()]
     every.sort(key=lambda one: one[0])  # stable: lines of one file stay in their order
     return [(name, line) for _, name, line in every]

@@ -147,7 +147,7 @@ def read_on_one_thread(environ: MutableMapping[str, str], installed: str = "") -
     """Has processes with this environment read with the thread that completes calls, as gRPC did for years.
 
     Else a pool of threads reads, which wake one another several times for each message: 4 to 11 % of a router's CPU.
-    What is set already stays. `installed` is the version of gRPC, as it calls itself.
+    Variables that are already set keep their values. `installed` is the version of gRPC, as it calls itself.
     """
     major, minor = map(int, (installed or version("grpcio")).split(".")[:2])
     if (major, minor) <= LAST_KNOWN:
@@ -161,8 +161,8 @@ TRACES_PATH: Final = "/v1/traces"
 def tracer_provider(telemetry: TelemetryConfig, role: str, member_id: str) -> "TracerProvider | None":
     """Tracer provider of this process; None if tracing is off. `role` is "router" or "replica".
 
-    Callers that say so by `traceparent` are followed, of the others a share. Raises `ConfigurationError` where the
-    packages are missing, or the endpoint is none.
+    Callers with a `traceparent` are traced, and a share of the others. Raises `ConfigurationError` if packages are
+    missing, or the endpoint is invalid.
     """
     if telemetry.otlp_endpoint is None:
         return None

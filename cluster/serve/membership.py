@@ -127,9 +127,9 @@ class WatchedDirectory:
 
 
 async def tell_demand(handle: Any, router_id: str, directory: WatchedDirectory, read: Callable[[], Demands]) -> None:
-    """Tells the directory what a router sees of the models that are followed, until it is cancelled.
+    """Reports the demand for the followed models to the directory, until it is cancelled.
 
-    What has not changed is sent again from time to time, as a sign of life.
+    Unchanged values are sent again from time to time, as heartbeats.
     """
     last: Demands = ()
     told_s = 0.0

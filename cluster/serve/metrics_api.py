@@ -1,4 +1,4 @@
-"""Metrics of a replica on a port of its own, for gateways that scrape the replicas they pick from."""
+"""Metrics of a replica on a separate port, for gateways that scrape the replicas they pick from."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

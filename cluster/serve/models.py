@@ -1,4 +1,4 @@
-"""Models of a running cluster: each is a Serve application of its own, beside the one with routers and directory.
+"""Models of a running cluster: each is a separate Serve application, beside the one with routers and directory.
 
 So a model can be added or removed without touching the others: its replicas register in the cluster's directory, and
 routers find them there.
@@ -89,8 +89,8 @@ def add(config: HoldfastConfig) -> None:
 def remove(namespace: str, name: str, timeout_s: float) -> None:
     """Takes a model away, and waits until its replicas have ended, for so long at most.
 
-    From the first moment on, new requests for it are refused by name. Those that run may finish within the drain time
-    that the model was started with. Raises `UnknownModelError`, `TimeoutError`.
+    From the first moment on, new requests for it are refused by name. Running requests may finish within the drain
+    timeout that the model was started with. Raises `UnknownModelError`, `TimeoutError`.
     """
     directory, models = directory_of(namespace), list_models(namespace)
     if name not in {model.name for model in models}:
@@ -172,7 +172,7 @@ def scale(application: str, num_replicas: int) -> None:
 
 
 def unpin(namespace: str, model: str) -> None:
-    """The load decides again how many replicas the applications of a model have, where it did before."""
+    """Restores the autoscaling of a model's applications, where it was on before."""
     directory = directory_of(namespace)
     for application in applications_of(namespace, model):
         directory.pin.remote(application, None).result(timeout_s=_ANSWER_S)

@@ -1,7 +1,7 @@
-"""Drain of the Ray node that this process runs on: what a pod does before it ends.
+"""Drain of the Ray node of this process, as a pod does before it ends.
 
-The node is marked as draining in Ray, so nothing is placed there any more and Serve starts successors elsewhere; then
-the routers and replicas here end gracefully. The head, which does nothing but control, waits for all other nodes.
+The node is marked as draining in Ray, so that nothing is placed there and Serve starts replacements on other nodes;
+then the routers and replicas here end gracefully. The head, which does nothing but control, waits for all other nodes.
 Whatever Ray does not answer, the processes themselves get the signal. One Ray node per pod or machine is assumed.
 """
 
@@ -54,9 +54,10 @@ class NodeDrain:
     sleep: Callable[[float], None] = time.sleep
 
     def run(self, notice_s: float, limit_s: float) -> bool:
-        """True once nothing serves here any more; False if that takes longer than `limit_s`.
+        """True once nothing serves here; False if that takes longer than `limit_s`.
 
-        Serve has `notice_s` of it to start successors and end what is here; what is left then gets SIGTERM.
+        Serve has `notice_s` of it to start replacements and end the processes here; the remaining ones then get
+        SIGTERM.
         """
         deadline_s = self.now_s() + limit_s
         try:

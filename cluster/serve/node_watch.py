@@ -67,7 +67,7 @@ class DiskGuard:
         return self.is_full
 
     def close(self) -> None:
-        """Deletes its file. Those who only look leave another's alone."""
+        """Deletes its file. Commands that only read leave the Ray of another process alone."""
         if not self._reserve_bytes:
             return
         with suppress(OSError):
@@ -118,7 +118,7 @@ class MemoryWatch:
         self._seen = {name: count() for name, count in self._counts.items()}
 
     def look(self) -> None:
-        """Says what has ended since the last look."""
+        """Reports the processes that have ended since the last look."""
         for name, count in self._counts.items():
             ended = count() - self._seen[name]
             if ended > 0:

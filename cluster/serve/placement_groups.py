@@ -46,7 +46,7 @@ def unmet(resources: Resources, nodes: Iterable[Resources]) -> list[str]:
 def whole_replicas(bundle: Resources, num_ranks: int, nodes: Iterable[Resources]) -> int:
     """Replicas that fit on single nodes with all of their ranks.
 
-    `nodes` are the resources of each node, used or not: a rolling update frees what it takes.
+    `nodes` are the resources of each node, used or not: a rolling update frees the resources of the old replicas.
     """
     return sum(ranks_that_fit(node, bundle) // num_ranks for node in nodes)
 
@@ -68,14 +68,14 @@ def reachable(address: str) -> str:
 
 
 class RankActor:
-    """A rank that is not the leader, in a process of its own. `run` lasts as long as the rank lives."""
+    """A rank that is not the leader, in a separate process. `run` lasts as long as the rank lives."""
 
     def __init__(self) -> None:
         for module in SLOW_IMPORTS:  # while the leader imports them too
             importlib.import_module(module)
 
     def where(self) -> tuple[str, ProcessId]:
-        """The node and the process, for ending a rank that does not answer any more."""
+        """The node and the process, for ending a rank that does not answer."""
         return ray.get_runtime_context().get_node_id(), ProcessId.of(os.getpid())
 
     def run(self, config: WorkerConfig, rank: int, rendezvous: Rendezvous, has_gpu: bool) -> None:

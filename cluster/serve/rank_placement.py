@@ -47,11 +47,12 @@ class DomainChoice:
 def choose_domains(
     label: str, bundle: Resources, num_ranks: int, num_replicas: int, nodes: Sequence[Node]
 ) -> DomainChoice:
-    """One domain for all replicas of `num_ranks` ranks: the one that they fill best, so that larger ones stay free.
+    """One domain for all replicas of `num_ranks` ranks: the one with the least free space that suffices, so that larger
+    domains stay free.
 
-    What is free counts before what there is: a rolling update frees what it takes. Where no domain has room for all of
-    them, Ray may take any that has room for one, and then a replica may lie across two. Where no domain has even that,
-    or all replicas fit on single nodes, the label decides nothing.
+    Free resources count before total resources: a rolling update frees the resources of the old replicas. Where no
+    domain has room for all of them, Ray may take any that has room for one, and then a replica may lie across two.
+    Where no domain has even that, or all replicas fit on single nodes, the label decides nothing.
     """
     domains: dict[str, list[Node]] = defaultdict(list)
     for node in nodes:

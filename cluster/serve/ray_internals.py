@@ -183,7 +183,7 @@ def ended_by_ray() -> int:
 
 
 def drain_node(gcs_address: str, node_id: str, reason: str, deadline_ms: int) -> None:
-    """Has Ray move what runs on a node elsewhere, and end what is left at `deadline_ms`, in Unix time. Raises
+    """Tells Ray to move all work from a node to others, and to end the rest at `deadline_ms`, in Unix time. Raises
     `RuntimeError` with Ray's reason where it refuses.
     """
     from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
@@ -251,8 +251,8 @@ _ANYWHERE: Final = "[::]:"
 
 def listen_on_the_node_alone() -> None:
     """Makes Serve listen on the node's address alone. Called in the process of a deployment while it is made: Serve
-    then opens a port of its own on every interface (`ReplicaBase._on_initialized`), for calls between deployments over
-    gRPC, and dials it by the node's address.
+    then opens a port on every interface (`ReplicaBase._on_initialized`), for calls between deployments over gRPC, and
+    dials it by the node's address.
     """
     import ray
     from ray.serve._private import replica

@@ -56,7 +56,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_descendants(spared: int | None = None, limit_s: float = KILL_LIMIT_S) -> None:
-    """SIGKILL to every process below this one but `spared`, until there is none. Needs `adopt_orphans` to miss none."""
+    """SIGKILL to all descendants of this process except `spared`, until none is left. Needs `adopt_orphans` to miss
+    none.
+    """
     deadline_s = time.monotonic() + limit_s
     while (left := set(descendants(os.getpid())) - {spared}) and time.monotonic() < deadline_s:
         for pid in left:
@@ -68,7 +70,7 @@ def kill_descendants(spared: int | None = None, limit_s: float = KILL_LIMIT_S) -
 
 
 def run(life: Callable[[], None]) -> int:
-    """Runs it in a fork to its end. Returns its exit code; of one that a signal ended, 128 and the signal's number."""
+    """Runs it in a fork to its end. Returns its exit code; if a signal ended it, 128 plus the signal's number."""
     adopt_orphans()
     news, tell = os.pipe()
     os.set_blocking(tell, False)
@@ -88,7 +90,7 @@ def run(life: Callable[[], None]) -> int:
 
 
 def _take(signals: bytes, child: int) -> int | None:
-    """Passes signals on, and reaps what has ended. Returns the exit code of the life, once it has one."""
+    """Passes signals on, and reaps ended processes. Returns the exit code of the life, once it has one."""
     for number in signals:
         if number in PASSED_ON:
             with suppress(ProcessLookupError):

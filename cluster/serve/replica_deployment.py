@@ -1,8 +1,8 @@
 """Replica as a Serve deployment: Serve decides where it runs and when it starts and ends; tokens bypass Serve.
 
-The Serve replica's actor is the leader rank, in bundle 0 of its placement group. It serves the link on a port of its
-own and keeps a lease in the directory. When a rank dies, the whole replica ends: routers hear of it over the link at
-once, and Serve starts another.
+The Serve replica's actor is the leader rank, in bundle 0 of its placement group. It serves the link on a separate port
+and keeps a lease in the directory. When a rank dies, the whole replica ends: routers hear of it over the link at once,
+and Serve starts another.
 """
 
 import asyncio
@@ -135,7 +135,7 @@ class ReplicaDeployment:
             probe.start()
 
     async def _announce(self, address: str) -> None:
-        """Tells the directory what is served, and where."""
+        """Registers the replica's model and address with the directory."""
         info = self._replica.info
         engine = "" if self._api is None else reachable(self._api.address)
         scraped = "" if self._metrics is None else reachable(self._metrics.address)
@@ -162,7 +162,9 @@ class ReplicaDeployment:
             raise self._replica.engine.failure
 
     async def __del__(self) -> None:
-        """Serve awaits this when the replica is to end gracefully: takes nothing new, lets what runs finish, stops."""
+        """Serve awaits this for a graceful end: the replica takes no new requests, lets running ones finish, and
+        stops.
+        """
         for probe in self._probes:
             probe.stop()
         await self._lease.end()

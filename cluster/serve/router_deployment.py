@@ -1,4 +1,4 @@
-"""Router as a Serve deployment, with ports of its own. Serve keeps it alive.
+"""Router as a Serve deployment, with its own ports. Serve keeps it alive.
 
 Requests come through its ports; other deployments on the same Ray may call `generate` and `generate_stream` through a
 Serve handle as well.
@@ -135,7 +135,7 @@ class RouterDeployment:
         set_aside()
 
     def _begin_journal(self, router: Router, namespace: str) -> None:
-        """Begins the journal of what this router reads, and reads the journals of routers that ended."""
+        """Begins the journal of the requests that this router reads, and reads the journals of routers that ended."""
         router.poison_watch.on_change = partial(self._tell_losses, router)
         if self._journals is not None:  # the router before it found no free port
             self._journals.serve(router.poison_watch)
@@ -168,7 +168,7 @@ class RouterDeployment:
             logger.warning("this router serves, but has not reached every replica within %g s", LINK_S)
 
     async def _is_linked(self) -> bool:
-        """Whether it has reached what the directory has now: a replica that is lost meanwhile is not waited for. False
+        """Whether it has links to all replicas that the directory has now, except the ones lost meanwhile. False
         while the directory does not answer.
         """
         try:
@@ -318,7 +318,7 @@ async def _start(
     security: ClusterSecurity,
     **options: Unpack[RouterOptions],
 ) -> Router:
-    """On the first free port of as many as there are routers, since several may share a machine."""
+    """On the first free port of a range with one port per router, since several routers may share a machine."""
     check_exposed(security.settings, host)
     options |= {"gate": security.gate, "tls": security.server_tls, "links": security.links}
     options |= {"overload": config.overload, "order": config.scheduler, "telemetry": config.telemetry}

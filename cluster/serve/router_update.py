@@ -118,7 +118,7 @@ def _deploy(config: HoldfastConfig) -> None:
 
 
 def _wait(directory: Any, wanted: HoldfastConfig, report: Report) -> None:
-    """Until all routers that serve have these settings, and there are as many as wanted."""
+    """Waits until all serving routers have these settings and their number is right."""
     number, settings = wanted.cluster.routers, of_router(wanted)
     limit_s = number * (wanted.cluster.drain_timeout_s + START_S)
     end_s = time.monotonic() + limit_s

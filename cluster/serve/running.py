@@ -1,6 +1,6 @@
-"""Notes of clusters that run on a Ray of their own: where it is, and the token that lets one in. For their owner alone.
+"""Notes of clusters that run on Holdfast's own Ray: its address, and the token for access. For their owner alone.
 
-Such a Ray listens on loopback and answers only to who knows its token; the note is a file that no other user can read.
+Such a Ray listens on loopback and answers only callers with its token; no other user can read the note.
 """
 
 import json
@@ -70,7 +70,9 @@ def noted(namespace: str, ray_address: str, token: str, ports: Sequence[int] = (
 
 
 def running_cluster(namespace: str, pid: int | None = None) -> RunningCluster:
-    """The one cluster of this name; with a `pid`, that of the process. Raises `ConfigurationError`: what does run."""
+    """The one cluster of this name; with a `pid`, that of the process. Raises `ConfigurationError`, naming the clusters
+    that run.
+    """
     running = list(living())
     found = [one for one in running if one.namespace == namespace and (pid is None or one.is_below(pid))]
     if len(found) == 1:

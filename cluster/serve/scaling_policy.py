@@ -1,6 +1,6 @@
 """Autoscaling policy for Ray Serve: hosts the autoscaler core in Serve's controller, and asks the directory for demand.
 
-Serve sends this module's class to its controller by value, so what it uses is imported when it runs there. Traffic does
+Serve sends this module's class to its controller by value, so its imports are inside its methods. Traffic does
 not pass through Serve, whose own counts are therefore zero.
 """
 
@@ -32,7 +32,7 @@ class ScalingPolicy:
         weakref.finalize(self, self._ended.set)  # Serve makes another with every new deployment
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """Takes what was last heard once, and keeps to the number until something new is heard."""
+        """Takes each observation once, and keeps the number until there is a new one."""
         from holdfast.cluster.scaling.autoscaler import Seen
 
         wanted = context.target_num_replicas

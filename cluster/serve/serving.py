@@ -42,9 +42,10 @@ def serving(
     """Runs a cluster for as long as the block lasts: on Ray of our own, or on the cluster at `cluster.address`.
 
     Enters the block when every router and replica is up; `report` hears of nothing after that. Leaving it drains and
-    stops routers and replicas; then our own Ray, and with it every process. `on_ray_lost` is called from a thread when
-    our own Ray is lost in the block, with the name of what has ended. `forks` is as of `ray_connection`. Must run on
-    the main thread. Raises `ConfigurationError` for what cannot work, `ReplicaError` where Serve gives up.
+    stops routers and replicas; then our own Ray, and with it every process. `on_ray_lost` is called from a thread if
+    Holdfast's own Ray is lost in the block, with the name of the process that has ended. `forks` is as of
+    `ray_connection`. Must run on the main thread. Raises `ConfigurationError` for what cannot work, `ReplicaError`
+    where Serve gives up.
     """
     config = with_template_texts(config)
     check_exposed(config.security, config.cluster.host or models.default_host(config.cluster))

@@ -45,7 +45,7 @@ class Serving:
 
 
 def wait_until_up(config: HoldfastConfig, wanted: Mapping[str, int], directory: Any, report: Report) -> Serving:
-    """Watches members come up and says what they are doing, until each model has as many replicas as `wanted`."""
+    """Watches members come up and prints their progress, until each model has `wanted` replicas."""
     shown = StartUp(report, wanted)
     up_since_s: float | None = None
     version = 0

@@ -1,6 +1,4 @@
-"""Supervisor of a local cluster: runs it in a process of its own, starts it again when it is lost,
-ends it on a signal.
-"""
+"""Supervisor of a local cluster: runs it in a separate process, restarts it after a loss, ends it on a signal."""
 
 import io
 import os
@@ -92,7 +90,7 @@ def stops_within(limit_s: float, news: int) -> bool:
 
 
 class LifeStarter:
-    """A process that starts lives (`life_starter.py`). One that has ended is started again with the next life."""
+    """A process that starts lives (`life_starter.py`). A life starter that has ended is replaced for the next life."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)

@@ -190,7 +190,7 @@ class Update:
             steps.sleep(LOOK_EVERY_S)
 
     def _take_back(self, new: str) -> None:
-        """The old version serves as before; the new one drains. Best effort: what fails is logged."""
+        """The old version serves as before; the new one drains. Best effort: errors are logged."""
         model, version = self._plan.model, self._new_version
         undo: list[Callable[[], None]] = [lambda: self._steps.scale(self._old, self._num_old)]
         if version:

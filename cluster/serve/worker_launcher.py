@@ -1,10 +1,11 @@
-"""Launcher: what the raylet starts in place of a Python worker. It has the worker forked, and has the same lifetime.
+"""Launcher: the program that the raylet starts in place of a Python worker. It has the worker forked, and has the same
+lifetime.
 
     python worker_launcher.py [-s] [-S] SOCKET OPTIONS OF SETUP AND WORKER...
 
 The launcher asks the fork server (`fork_server.py`) at the Unix socket `SOCKET`, ends when the worker does, with its
-exit code, and the worker ends when the launcher does. Where no fork server answers, or a worker needs an environment of
-its own, the launcher becomes what the raylet would have started: Ray's `setup_worker.py`.
+exit code, and the worker ends when the launcher does. If no fork server answers, or a worker needs another environment,
+the launcher replaces itself with the program that the raylet would have started: Ray's `setup_worker.py`.
 """
 
 import array
@@ -26,7 +27,7 @@ EXIT_UNKNOWN: Final = 1
 """Exit code of a worker whose fork server was lost: the worker's own code is unknown."""
 
 ANSWER_LIMIT_S: Final = 30
-"""Whole seconds that a fork server may take: half of what the raylet gives a worker until it registers."""
+"""Whole seconds that a fork server may take: half of the time that the raylet gives a worker until it registers."""
 
 _SIZE: Final = struct.Struct("!I")
 _TIME: Final = struct.Struct("ll")

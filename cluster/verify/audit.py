@@ -1,4 +1,4 @@
-"""Audit: runs the checks over a transport, and gathers what they found."""
+"""Audit: runs the checks over a transport, and collects their findings."""
 
 import asyncio
 import time
@@ -55,7 +55,7 @@ class Audit:
         return min((one.worst for one in self.results if one.worst), key=list(Kind).index, default=None)
 
     async def run(self, transport: Transport, report: Callable[[str], None] = lambda name: None) -> None:
-        """Never raises for what the server does: that is a finding. Cancelled, it has the results so far."""
+        """Never raises for a fault of the server: that is a finding. Cancelled, it has the results so far."""
         began_s = time.monotonic()
         try:
             for name, make in self._plan():

@@ -10,7 +10,7 @@ from holdfast.cluster.verify.purity import Known, Situation
 from holdfast.cluster.verify.subject import Api, During, Steps, Subject, alone
 
 _LONG: Final = 6
-"""Times as many tokens as usual for streams that are open while something happens."""
+"""Factor on the usual number of tokens, for streams that stay open during an event."""
 
 
 def adapters(subject: Subject, api: Api) -> Steps:

@@ -82,7 +82,7 @@ def damage(expected: str, found: str, others: Iterable[str] = ()) -> str:
 
 
 def _is_repeated(text: str, at: int, extra: str) -> bool:
-    """Whether `extra`, inserted at `at`, is what stands before or behind it, also rotated, as where ends are alike."""
+    """Whether `extra`, inserted at `at`, repeats the text before or after it, also rotated."""
     near = text[max(0, at - len(extra)) : at + len(extra)]
     return extra in near or any(extra[n:] + extra[:n] in near for n in range(len(extra)))
 

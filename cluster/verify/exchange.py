@@ -19,9 +19,9 @@ class Ask:
     body: Mapping[str, Any] | bytes | None = None
     method: str = "POST"
     cut_after: int | None = None
-    """Close the connection after so many events of a stream; None: read to the end."""
+    """Close the connection after this number of events of a stream; None: read to the end."""
     is_valid: bool = True
-    """Whether a server that works must answer it without an error of its own."""
+    """Whether a correct server must answer it without an internal error."""
     has_wrong_key: bool = False
 
     @property

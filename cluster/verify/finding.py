@@ -36,7 +36,7 @@ class Finding:
     about: str
     """One sentence."""
     cause: str = ""
-    """Kind of cause that fits; empty: none is likelier than others."""
+    """Kind of the most likely cause; empty: none is more likely than others."""
     num_seen: int = 1
     num_tried: int = 1
     first_token: int | None = None

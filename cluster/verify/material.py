@@ -42,7 +42,7 @@ class Prompt:
 
 
 def prompts(nonce: str, number: int) -> list[Prompt]:
-    """Prompts, `number` of them, of different kinds, none of which begins as another one."""
+    """Prompts, `number` of them, of different kinds; none is a prefix of another."""
     return [
         Prompt(f"Note {nonce}-{n}. {text}", repetitive)
         for n in range(number)

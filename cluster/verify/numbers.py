@@ -1,6 +1,6 @@
 """Health of a server's numbers: perplexity of fixed texts beside a reference, one token for every prompt, NaN.
 
-A reference is what this audit measured on another server, as a JSON object.
+A reference is this audit's measurements on another server, as a JSON object.
 """
 
 import math
@@ -89,7 +89,7 @@ def _not_finite(subject: Subject, answers: Sequence[Answer]) -> None:
 
 
 def _has_strange(answer: Answer) -> bool:
-    """Whether a chosen token has no log-probability, or one that cannot be; the first token of a prompt has none."""
+    """Whether a chosen token has no log-probability, or an impossible one; the first token of a prompt has none."""
     first = 1 if answer.ask.params.get("echo") else 0
     values = [token.logprob for choice in answer.choices for token in choice.tokens[first:]]
     return any(value is None or not math.isfinite(value) or value < _LEAST_LOGPROB for value in values)

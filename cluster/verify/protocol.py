@@ -17,7 +17,7 @@ _LONGEST_PROMPT: Final = 40_000
 
 
 def streams(subject: Subject, api: Api) -> Steps:
-    """The form of a stream: one id, one end for each choice, its mark at the end, and no event that is none."""
+    """The form of a stream: one id, one end for each choice, its mark at the end, and no event of an unknown form."""
     if not subject.can(api, Feature.STREAM):
         return
     answers = yield [subject.streamed(subject.ask(api, one.text)) for one in subject.prompts()]
@@ -104,7 +104,7 @@ def limits(subject: Subject, api: Api) -> Steps:
 
 
 def cancellations(subject: Subject, api: Api) -> Steps:
-    """Requests whose clients are gone make room: one that comes after them does not wait for them.
+    """Requests of clients that have left make room: a later request does not wait for them.
 
     Seen by queueing alone, so it takes three slow tries, each of them slower than the cancelled requests explain.
     """

@@ -1,7 +1,7 @@
 """Purity: whether equal requests get equal answers in every situation, at temperature 0 and with seeds.
 
-Known answers of a prompt are those that it got alone. A situation differs if its answer is none of them. A prompt whose
-answers vary when alone is compared no further, so a server is blamed for that only.
+Known answers of a prompt are the answers to it alone. A situation differs if its answer is not among them. A prompt
+whose answers vary when alone is compared no further, so a server is blamed for that only.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +37,7 @@ class Known:
         return [choice.full for answer in self.answers for choice in answer.choices]
 
     def nearest(self, choice: Choice, others: Sequence[str] = ()) -> Difference | None:
-        """None: equal to one of them. Else the difference from the one that agrees longest."""
+        """None: equal to one of them. Otherwise the difference to the known answer with the longest common prefix."""
         found = [first_difference(answer.choice, choice, others) for answer in self.answers]
         if not found or None in found:
             return None
@@ -55,7 +55,7 @@ class Situation:
     seen: list[tuple[Known, Answer, Choice, Difference]] = field(default_factory=list)
 
     def judge(self, known: Known, answer: Answer, others: Sequence[str] = ()) -> None:
-        """Compares each choice of an answer with those that are known."""
+        """Compares each choice of an answer with the known answers."""
         if not answer.is_ok or not known.answers:
             return
         for choice in answer.choices:
@@ -66,7 +66,7 @@ class Situation:
                 self.seen.append((known, answer, choice, difference))
 
     def report(self, subject: Subject, family: str) -> None:
-        """Reports to `subject` what this situation found, for a family of requests."""
+        """Reports this situation's findings to `subject`, for a family of requests."""
         subject.num_compared += self.num_tried
         if self.seen:
             damaged = [one for one in self.seen if one[3].damage and self.name in ("streamed", "together", "during")]

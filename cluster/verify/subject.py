@@ -1,4 +1,4 @@
-"""Subject of an audit: the server as it is known so far, how to ask it, and what was found. No IO.
+"""Subject of an audit: the known facts of the server, the way to ask it, and the findings. No IO.
 
 A check is a generator: it yields steps, gets the answers of each, and reports findings to its subject.
 

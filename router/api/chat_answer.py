@@ -28,7 +28,7 @@ class ChatPlan:
 
     request: GenerationRequest
     style: ChatStyle | None = None
-    """None: its text is all that was asked for."""
+    """None: the request asked for no text."""
     tools: tuple[Tool, ...] = ()
     """Tools that the output may call."""
     splits: bool = False
@@ -111,7 +111,7 @@ class ChatDeltas:
     """Reads the completions of one stream, as their text comes."""
 
     def __init__(self, plan: ChatPlan, received: Sequence[OutputDelta] = ()) -> None:
-        """`received` is what the client of a resumed stream has read already."""
+        """`received`: the output that the client of a resumed stream has."""
         self._plan = plan
         self._readers: dict[int, ChatReader] = {}
         for delta in received:

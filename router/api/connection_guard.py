@@ -24,7 +24,7 @@ DESCRIPTORS: Final = "/proc/self/fd"
 
 
 def num_descriptors() -> int:
-    """Open files of this process: at least as many as it has connections, and quick to count."""
+    """Number of open files of this process: at least the number of its connections, and quick to count."""
     return len(os.listdir(DESCRIPTORS))
 
 
@@ -123,7 +123,7 @@ class ConnectionGuard:
 
     @property
     def suspects(self) -> bool:
-        """Whether it is to be found out of each call, before its message comes, on which connection it is."""
+        """Whether each call must be assigned to its connection before its message arrives."""
         return self.budgets.suspects(self._clock())
 
     def call(self, grpc_peer: str, *, has_key: bool) -> bool:
@@ -143,20 +143,20 @@ class ConnectionGuard:
     # --- HTTP, whose server closes its connections itself ---
 
     def http_connection(self, host: str, port: int) -> ClientConnection | None:
-        """A new connection with this peer; None for what is no IP address."""
+        """A new connection with this peer; None for a text that is not an IP address."""
         with suppress(ValueError):
             return ClientConnection(peer(host, port), self._clock())
         return None
 
     def http_strangers_overdue(self, connections: Collection[ClientConnection]) -> list[ClientConnection]:
-        """Which of an HTTP server's connections are to be closed, since too many have presented no key."""
+        """The HTTP server's connections to close, since too many have presented no key."""
         overdue = self.budgets.overdue([one for one in connections if not (one.is_known or one.is_cut)])
         for one in overdue:
             self.count(HTTP, one, Reason.CONNECTIONS_WITHOUT_KEY)
         return overdue
 
     def http_call(self, connection: ClientConnection, *, has_key: bool) -> bool:
-        """A request has come on this connection; whether it is to be closed after the answer."""
+        """Notes a request on this connection; returns whether to close it after the answer."""
         reason = self.budgets.call(connection, has_key=has_key, now=self._clock())
         if reason is not None:
             self.count(HTTP, connection, reason)

@@ -41,7 +41,7 @@ class Intake:
         lease.is_guest = not self._peers.note(peer, accepts=self.overload.takes_connection())
         with _held(lease):
             if self._gate.is_locked:
-                with suppress(AuthenticationError):  # what is open to everyone counts for its address
+                with suppress(AuthenticationError):  # endpoints open to everyone count for their callers' addresses
                     charge(self._gate.caller())
             yield lease
 
@@ -52,7 +52,7 @@ def _host(peer: str) -> str:
 
 
 def charge(caller: Caller) -> None:
-    """The caller of the running task's request is known: what it holds is that key's. Raises `ByteBudgetError`."""
+    """The caller of the running task's request is known: its bytes count for that key. Raises `ByteBudgetError`."""
     if (lease := CURRENT_LEASE.get()) is not None:
         lease.belongs_to(f"key {caller.name}")
 
@@ -78,7 +78,7 @@ class _Arriving:
 def arriving() -> Iterator[Callable[[int], None]]:
     """While the running task reads its request's input: yields a function that gets each number of bytes that arrives.
 
-    Raises `ByteBudgetError`, also where the request is ended for what it holds.
+    Raises `ByteBudgetError`, also if the request is ended for its size.
     """
     lease = CURRENT_LEASE.get()
     if lease is None:
@@ -112,7 +112,7 @@ LARGE_BYTES: Final = 2**20
 """After larger ones, memory is given back to the system."""
 
 GIVE_BACK_AFTER_S: Final = 0.5
-"""After the last of them: then what was made of it is gone too."""
+"""Called after the last of them: then the decoded request is gone too."""
 
 
 class DecodeWorker:
@@ -147,7 +147,7 @@ class DecodeWorker:
             self._giving_back = None
 
     def close(self) -> None:
-        """Ends the thread; what waits for it is cancelled. Nothing is to be decoded any more."""
+        """Ends the thread; waiting requests are cancelled. Stops decoding."""
         self._cancel()
         self._executor.shutdown(wait=False, cancel_futures=True)
 

@@ -74,7 +74,7 @@ class LoadReports:
         return orca_load_report_pb2.OrcaLoadReport(
             rps_fractional=calls_per_s,
             eps=errors_per_s,
-            # What waits is work beyond what fits, so that a router with a queue is above one that is merely full.
+            # Queued requests exceed the capacity, so that a router with a queue ranks above one that is merely full.
             application_utilization=kv_usage + (num_waiting / num_running if num_running else float(num_waiting)),
             utilization={"kv_cache": kv_usage},
             named_metrics={

@@ -110,8 +110,8 @@ class Operators:
     async def load_adapter(self, model: str, name: str, path: str, *, replaces: bool = False) -> Adapter:
         """Serves the adapter in a folder under a name, once a replica has loaded it and computed a token with it.
 
-        Raises `InvalidRequestError` for one that is refused, or a name that means something else already, unless this
-        `replaces` it: then new requests get the new one, and those that run keep theirs.
+        Raises `InvalidRequestError` for an adapter that is refused, or a name that is in use, unless this `replaces`
+        it: then new requests get the new one, and running ones keep the old one.
         """
         processor = self._request_processor
         base = processor.model(model)
@@ -191,7 +191,7 @@ def state_dump(
 
 
 def overload_state(overload: Overload) -> dict[str, Any]:
-    """Pressures, the actions that are on with what they are on for, counts of what each has done, bytes in flight."""
+    """Pressures, the active actions with their causes, counts of each action, bytes in flight."""
     return {
         "pressures": {str(name): round(pressure, 3) for name, pressure in overload.pressures.items()},
         "active": {str(action): str(resource) for action, resource in overload.active.items()},

@@ -31,7 +31,7 @@ LATEST_START: Final = 0.5
 """Share of the same after which a new request that still waits would be too late."""
 
 OVERFLOW: Final = 2
-"""A queue holds at most this many times its bound: beyond the bound, only tenants with less than their share enter."""
+"""Maximum length of a queue as a multiple of its bound: beyond the bound, only tenants below their share may enter."""
 
 
 class AdmissionQueue:
@@ -79,7 +79,7 @@ class AdmissionQueue:
             self._enter(state, now)
 
     def charge_at_once(self, state: RequestState) -> None:
-        """Finds the account of a request that need not wait here. Nobody may wait in the order of its model."""
+        """Finds the account of a request that need not wait here. There is no waiting queue for its model."""
         self._queue_of(state.model)
         state.tenant = self._tenants[state.model].served_at_once(state.request.tenant)
 
@@ -117,7 +117,7 @@ class AdmissionQueue:
         self._latest_starts.drop(state)
 
     def advance(self, model: str, now: float) -> None:
-        """Ages the requests of a model: those that have waited long enough move to a better class."""
+        """Ages the requests of a model: requests that have waited long enough move to a better class."""
         if model in self._queues:
             self._queues[model].advance(now)
 

@@ -104,9 +104,10 @@ class Dispatch:
         return actions
 
     def supersede(self, key: RequestKey, client_attempt: int, now: float) -> list[Action]:
-        """Ends what is open of a request that is submitted again: the newer submission wins, with all its sequences.
+        """Ends the open sequences of a request that is submitted again: the newer submission wins, with all its
+        sequences.
 
-        Newer is the one with the higher number; of equal numbers, the one that arrives later. Raises
+        The newer submission has the higher number; with equal numbers, it is the later one. Raises
         `RequestSupersededError` if the open request is the newer one.
         """
         if key not in self._requests.by_request:
@@ -131,7 +132,7 @@ class Dispatch:
             raise RequestSupersededError(newer)
 
     def cancel(self, key: SequenceKey, now: float) -> list[Action]:
-        """The client has cancelled or disconnected. What is not open is ignored."""
+        """The client has cancelled or disconnected. Unknown sequences are ignored."""
         state = self._requests.get(key)
         if state is None:
             return []
@@ -216,12 +217,12 @@ class Dispatch:
                 state.bound_version, state.fingerprint = "", without_version(state.fingerprint)
 
     def set_operator_state(self, operator_state: OperatorState, now: float) -> list[Action]:
-        """Operators have ordered something: what waits for a version that is retired ends, and shares may be others."""
+        """Applies new operator state: waiting requests of a retired version end, and shares may change."""
         self.registry.set_operator_state(operator_state)
         return [*self._fail_gone(now), *self._placement.drain_all(now)]
 
     def step(self, replica_id: str, update: StepUpdate, now: float) -> list[Action]:
-        """Takes the result of one engine step. What comes from a lost replica or for an old attempt is dropped."""
+        """Takes the result of one engine step. Messages of a lost replica or for an old attempt are dropped."""
         replica = self.registry.replicas.get(replica_id)
         if replica is None:
             return []
@@ -231,7 +232,9 @@ class Dispatch:
     # --- time, and the end ---
 
     def tick(self, now: float) -> list[Action]:
-        """Does what is due: deadlines, outages, rests, retries. To be called at `next_tick`; earlier is harmless."""
+        """Runs all timers that are due: deadlines, outages, circuit breakers, retries. To be called at `next_tick`;
+        earlier is harmless.
+        """
         actions: list[Action] = []
         while (late := self._requests.deadlines.pop(now)) is not None:
             actions += self._endings.expire(self._requests[late])
@@ -317,7 +320,7 @@ class Dispatch:
         return self.registry.loads()
 
     def demands(self, now: float) -> tuple[ModelDemand, ...]:
-        """The load of every model that was served here, for who decides how many replicas it has."""
+        """The load of every model that was served here, for the autoscaler."""
         known = demands(self.models(), self._requests, self.registry, self.stats.first_tokens, now)
         # Of a model at rest that this router has never seen, it cannot even read a prompt: one replica tells it how.
         return (*known, *(ModelDemand(model=name, num_open=1) for name in self.registry.unknown_sleepers()))
@@ -344,7 +347,7 @@ class Dispatch:
         counts.num_failed += len(replica.attempts)
 
     def _drain(self, model: str, now: float) -> list[Action]:
-        """Sends what waits for a model while there is room; where it was taken away, nothing of it waits on."""
+        """Sends waiting requests of a model while there is room; if the model was removed, they all end."""
         placement = self._placement
         if not self._queue.num_waiting and not self.registry.retiring and not placement.prefilled:
             return []  # as after nearly every step
@@ -352,12 +355,12 @@ class Dispatch:
         return drained + self._fail_removed(model) if self.registry.is_removed(model) else drained
 
     def _fail_gone(self, now: float) -> list[Action]:
-        """Ends what waits for a version that will not come."""
+        """Ends requests that wait for a version that no replica will run again."""
         gone = self._placement.bound_in_vain(now)
         return [action for state in gone for action in self._endings.fail(state, _version_gone(state))]
 
     def _fail_late(self, now: float) -> list[Action]:
-        """Ends what has waited too long for its first token, unless it waits for a replica to come."""
+        """Ends requests that have waited too long for their first token, unless they wait for a replica to come up."""
         actions, down = list[Action](), {model for model, _ in self.registry.outages()}
         while (late := self._queue.pop_late(now)) is not None:
             if late.model not in down:

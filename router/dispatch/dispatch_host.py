@@ -81,7 +81,7 @@ class DispatchHost:
         self.news: deque[ClusterEvent] = deque(maxlen=NUM_NEWS)
         """Latest events of replicas, the oldest first."""
         self._unread: list[OutputStream] = []
-        """Streams whose requests are to be suspended, once the actions under way are done."""
+        """Streams whose requests are to be suspended after the current actions."""
         self._unread_limit: UnreadLimit | None = None
         if max_unread_tokens is not None:
             self._unread_limit = UnreadLimit(
@@ -159,7 +159,7 @@ class DispatchHost:
             self._on_models_changed()
 
     def models_removed(self, names: frozenset[str]) -> None:
-        """These models are served no more; all others are, as far as they have replicas."""
+        """These models are removed; all others are served, if they have replicas."""
         self._see_through("taking models away", lambda: self.dispatch.models_removed(names))
         self._on_models_changed()
 
@@ -207,7 +207,7 @@ class DispatchHost:
     def perform(self, actions: list[Action]) -> None:
         """Performs actions of the core, in order. Every action of the core passes through here.
 
-        An exception in one of them ends the request of that action, and no other.
+        An exception in an action ends only the request of that action.
         """
         broken, streams = [], self._streams
         for action in actions:

@@ -71,7 +71,7 @@ class Endings:
         return [action for state in states for action in self.fail(state, error, event)]
 
     def expire(self, state: RequestState) -> list[Action]:
-        """Ends one whose deadline has passed."""
+        """Ends a request whose deadline has passed."""
         doing = "waited for a replica" if state.status.is_waiting else "ran"
         doing = "waited for its client to read" if state.status is RequestStatus.SUSPENDED else doing
         num_tokens = len(state.output_token_ids)

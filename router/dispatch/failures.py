@@ -42,7 +42,7 @@ class Outages:
                 yield model
 
     def ends(self) -> Iterator[float]:
-        """The times at which what waits now will have waited too long."""
+        """The times at which the waiting requests will have waited too long."""
         for model, down_since in self._registry.outages():
             if self._queue.has_any(model):
                 yield down_since + self._limit_s(model)
@@ -61,7 +61,7 @@ class Outages:
 
 
 LIFETIME_FACTOR: Final = 4
-"""A request fails as well after this many times the limit in total: some requests crash replicas only after long."""
+"""A request also fails after this multiple of the limit in total, since some requests crash replicas only late."""
 
 
 PROOF_S: Final = 0.05
@@ -93,8 +93,8 @@ class Quarantine:
     def count_withdrawn(self, states: Sequence[RequestState]) -> None:
         """Counts a crash against requests that the replica had not yet reported as aborted.
 
-        One that has since brought output elsewhere for `NUM_STEPS_TO_CLEAR` steps is cleared of it. None is a culprit
-        by this crash alone: each runs on another replica, or waits.
+        A request that has since gained output on another replica for `NUM_STEPS_TO_CLEAR` steps is cleared. This crash
+        alone convicts none of them: each runs on another replica, or waits.
         """
         for state in states:
             if state.num_steps < NUM_STEPS_TO_CLEAR:

@@ -76,7 +76,7 @@ class LoadTable(Loads):
         self.ring = HashRing()
         self.last: Slot = -1
         self.parts: tuple[PartOfLoads, ...] = ()
-        """Replicas that decode, and those that compute long prompts; empty without roles."""
+        """Replicas that decode, and replicas that compute long prompts; empty without roles."""
         self._token_s: list[float | None] = []
         self._has_ring = has_ring
         self._free: list[Slot] = []

@@ -47,8 +47,8 @@ class Placement:
         self._registry = registry
         self._requests = requests
         self.prefilled: dict[RequestState, None] = {}
-        """Requests whose prompt was computed by a replica that hands them on; those that are there no more are dropped
-        when they are looked at.
+        """Requests whose prompt was computed by a replica that hands them over; ended ones are dropped when they are
+        next looked at.
         """
 
     # --- attempts begin ---
@@ -80,8 +80,8 @@ class Placement:
         return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
 
     def send_ahead(self, state: RequestState, replica: ReplicaState) -> list[Action]:
-        """Announces a request that was just sent to `replica` to the one that its prompt is computed for: blocks go
-        on their way while the next ones are computed.
+        """Announces a request that was just sent to `replica` to the replica that will decode it: blocks are
+        transferred while the next ones are computed.
         """
         target = self._registry.get(state.next_replica_id)
         if target is None or replica.role is not Role.PREFILL or not replica.sends_blocks_to(target):
@@ -121,7 +121,7 @@ class Placement:
     def note_step(self, state: RequestState, num_new_tokens: int, now: float, queued_s: float = 0.0) -> None:
         """An attempt has brought output: charges the tenant, and clears failure counts of request and replica.
 
-        What the first steps of an attempt have cleared, later ones need not look at.
+        The first steps of an attempt clear it; later ones need no check.
         """
         state.tenant.charge(0, num_new_tokens)
         if state.num_steps >= NUM_STEPS_TO_CLEAR:
@@ -207,7 +207,7 @@ class Placement:
         self._retries.wait_s(now, 1.0)
 
     def wake_ups(self) -> Iterator[float]:
-        """The times at which waiting requests may be sent although no other event occurs."""
+        """The times at which waiting requests may be sent without another event."""
         if not self.queue.num_waiting:
             return
         if (ready_at := self._retries.ready_at(1.0)) is not None:
@@ -294,7 +294,9 @@ class Placement:
         return None
 
     def _hand_on(self, now: float) -> list[Action]:
-        """Moves requests whose prompt is computed to replicas that decode. Where none has room, they stay for now."""
+        """Moves requests whose prompt is computed to replicas that decode. If no replica has room, they stay for
+        now.
+        """
         actions: list[Action] = []
         for state in list(self.prefilled):
             if state.attempt is None or state.attempt.replica.role is not Role.PREFILL:
@@ -309,8 +311,8 @@ class Placement:
         return actions
 
     def _next_of(self, state: RequestState) -> ReplicaState | None:
-        """The replica that decodes a request whose prompt is computed: the one that has its blocks already, unless it
-        is busier than another.
+        """The replica that decodes a request whose prompt is computed: the one with its blocks, unless it is busier
+        than another.
         """
         planned, chosen = self._registry.get(state.next_replica_id), self._choose(state)
         if planned is None or chosen is None or not planned.takes_more() or planned.version != chosen.version:
@@ -325,9 +327,10 @@ class Placement:
         return [abort, self.send(state, target, now, RequestEvent.MOVE)]
 
     def _vacate(self, model: str, now: float) -> list[Action]:
-        """Moves requests off retiring replicas. Where no other replica has room, they stay.
+        """Moves requests off retiring replicas. If no other replica has room, they stay.
 
-        A suspect for which no replica is eligible does not block the others, nor what is bound to a version.
+        A suspect without an eligible replica does not block other requests; neither does a request that is bound to a
+        version.
         """
         actions: list[Action] = []
         full: set[str] = set()

@@ -1,4 +1,4 @@
-"""Routing policies: pure functions from a snapshot of a model's replicas to the one that gets the request. A policy
+"""Routing policies: pure functions that choose a request's replica from a snapshot of a model's replicas. A policy
 never fails: the snapshot has an open replica.
 """
 
@@ -150,7 +150,8 @@ class RoutingSnapshot(NamedTuple):
         return one if two is None or scores[one] <= scores[two] else two
 
     def seconds(self, slot: Slot) -> float:
-        """Estimated seconds until a replica has computed the prompt: what it has to do before, and what is not cached.
+        """Estimated seconds until a replica has computed the prompt: its queued work, and the tokens that are not
+        cached.
 
         A running sequence counts as `TOKENS_PER_SEQUENCE`: it shares every step with the prompt.
         """
@@ -158,7 +159,7 @@ class RoutingSnapshot(NamedTuple):
         return (self.scores[slot] * TOKENS_PER_SEQUENCE + num_new) * self.token_s_of(slot)
 
     def token_s_of(self, slot: Slot) -> float:
-        """Seconds a prompt token. What is not measured is taken to be as fast as the others."""
+        """Seconds a prompt token. A replica without measurements counts as average."""
         measured = self.token_s[slot]
         return self.typical_token_s if measured is None else measured
 
@@ -179,7 +180,7 @@ Policy = Callable[[RoutingSnapshot], Slot]
 
 
 def next_bit(mask: int, start: int) -> int:
-    """The lowest bit of a mask that is not below `start`; where there is none, the lowest of all. Not for 0."""
+    """The lowest set bit of a mask at or above `start`; if there is none, the lowest set bit. Not for 0."""
     above = mask >> start
     return start + (above & -above).bit_length() - 1 if above else (mask & -mask).bit_length() - 1
 
@@ -241,9 +242,9 @@ def session_affinity(snapshot: RoutingSnapshot) -> Slot:
 def prefix_aware(snapshot: RoutingSnapshot) -> Slot:
     """A replica with the longest cached prefix, unless another would have the prompt computed sooner.
 
-    Compared are estimated seconds, from measured speeds: those of the less loaded of two holders, and those of the
-    better of two random replicas, plus what a further copy costs. So a hot prefix gets a copy more where
-    its holders are loaded, and no holder more than its share.
+    Estimated seconds are compared, from measured speeds: of the less loaded of two holders, and of the better of two
+    random replicas plus the cost of one more copy. So a hot prefix gets a copy more where its holders are loaded, and
+    no holder more than its share.
     """
     one, two = snapshot.draw_two()
     one_s, two_s = snapshot.seconds(one), snapshot.seconds(two)

@@ -24,7 +24,8 @@ class PromptPrefix:
     def __init__(self, request: EngineRequest) -> None:
         self._request = request
         self._hashes: dict[int, Iterator[int]] = {}
-        """Hashes by block size, since replicas of one model may differ in it. Copies of a `tee` share what is computed.
+        """Hashes by block size, since replicas of one model may differ in it. Copies of a `tee` share the computed
+        values.
         """
 
     @property
@@ -49,8 +50,9 @@ class PrefixMatch(NamedTuple):
     """Cached part of one prompt in each replica."""
 
     holders: tuple[tuple[int, int], ...] = ()
-    """Numbers of leading tokens, the largest first, each with the replicas that have so many: slots, as an integer's
-    bits. A replica with more of the prompt is among those with fewer too."""
+    """Numbers of leading tokens, the largest first, each with the replicas that have this many: slots, as an integer's
+    bits. A replica with more of the prompt is among those with fewer too.
+    """
 
     def num_cached(self, slot: int) -> int:
         """Leading tokens that the replica of a slot has cached."""

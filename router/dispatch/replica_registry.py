@@ -42,7 +42,7 @@ class ReplicaRegistry:
         """Every model that has been served here and was not taken away, in the order in which they first appeared."""
         self._removed_models: frozenset[str] = frozenset()
         self.asleep: Mapping[str, float] = {}
-        """Models that may be without replicas by decision: how many seconds requests wait for one."""
+        """Models that the autoscaler may leave without replicas, with the seconds that requests wait for one."""
         self._operator_state = NO_OPERATOR_STATE
 
     def add(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> None:
@@ -84,9 +84,9 @@ class ReplicaRegistry:
     def choose(self, state: RequestState, version: str = "") -> ReplicaState | None:
         """The replica for a request by its model's routing policy, or None if none is up and has room.
 
-        With a `version`, one of that version alone. A request that is bound to none goes to a canary by its id: the
-        canary gets its share; what finds no room there goes to the others, and the rest never goes to the canary unless
-        it is all that there is.
+        With a `version`, one of that version alone. A request without a version goes to a canary by its id: the canary
+        gets its share; requests that find no room there go to the other replicas, and all others never go to the canary
+        unless it is the only one.
         """
         model, is_trial = self._models[state.model], state.is_suspect
         if len(model.replicas) == 1:  # as on one machine: there is nothing to choose
@@ -122,8 +122,8 @@ class ReplicaRegistry:
         return model.by_slot[POLICIES[model.policy](snapshot)] if snapshot.num_open else None
 
     def _choose_by_role(self, model: ModelState, state: RequestState, version: str) -> ReplicaState | None:
-        """The replica that computes a request's prompt: one that decodes it as well, unless one that hands it on has it
-        sooner, or no other takes requests.
+        """The replica that computes a request's prompt: the decode replica, unless a prefill replica finishes sooner,
+        or no decode replica takes requests.
         """
         state.next_replica_id = ""
         near, far = (self._snapshot(model, state, version, part) for part in model.table.parts)
@@ -146,8 +146,8 @@ class ReplicaRegistry:
         target: ReplicaState,
         helper: ReplicaState,
     ) -> bool:
-        """Whether `helper` should compute a prompt that `target` decodes then. `near` and `far`: what they were picked
-        from.
+        """Whether `helper` should compute a prompt that `target` decodes then. `near` and `far`: the candidates of the
+        choice.
         """
         num_tokens, match = near.num_prompt_tokens, state.prefix_match
         if self._config.prefill_tokens is not None:
@@ -170,8 +170,8 @@ class ReplicaRegistry:
         self._models[state.model].roles.note_hand_on(pause_s, state.handed_on[1])
 
     def block_source(self, state: RequestState, target: ReplicaState) -> BlockSource | None:
-        """Another replica that has more of a request's prefix than the one that it is sent to: the one that it ran on,
-        or one that has the prompt cached. None: there is none. The replica decides whether computing is sooner.
+        """Another replica with more of a request's prefix than the chosen one: its last replica, or one that has the
+        prompt cached. None: there is none. The replica decides whether computing is sooner.
         """
         model, num_here = self._models[state.model], state.prefix_match.num_cached(target.slot)
         before = self.replicas.get(state.replica_id)
@@ -199,8 +199,8 @@ class ReplicaRegistry:
         return self.hand_pins_on()
 
     def hand_pins_on(self) -> list[SendTakePins]:
-        """For each retiring replica without an heir, the one that is to pin what it has pinned, if there is one. All
-        routers choose the same: of those with the most blocks, the first by its id.
+        """For each retiring replica without an heir: the replica that will pin its pinned prefixes, if there is one.
+        All routers choose the same: of those with the most blocks, the first by its id.
         """
         actions = []
         for replica in self.retiring.values():
@@ -237,7 +237,9 @@ class ReplicaRegistry:
         return UnknownModelError(name, tuple(self.statuses))
 
     def set_removed(self, names: frozenset[str]) -> None:
-        """These models are taken away, and all others are not. Replicas of theirs that are up may finish what runs."""
+        """These models are taken away, and all others are not. Their replicas that are up may finish running
+        requests.
+        """
         self._removed_models = names
         self._refresh_statuses()
 
@@ -288,7 +290,7 @@ class ReplicaRegistry:
         return snapshot.without([one.slot for one in state.replicas if one.slot not in others])
 
     def set_operator_state(self, operator_state: OperatorState) -> None:
-        """Takes what holds from now on."""
+        """Applies the given operator state."""
         self._operator_state = operator_state
 
     def is_gone(self, model: str, version: str, now: float) -> bool:

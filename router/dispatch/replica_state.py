@@ -35,7 +35,7 @@ class Pace:
         self._last = now if more_due else None
 
     def note_idle(self) -> None:
-        """Notes that nothing is due any more, without an event: what was due has been given up."""
+        """Cancels the timer without an event: its cause is gone."""
         self._last = None
 
     @property
@@ -84,7 +84,7 @@ class ReplicaState:
         self._is_up = True
         self._is_retiring = False
         self.heir: ReplicaState | None = None
-        """Replica that pins what this one has pinned, which is retiring."""
+        """Replica that takes over the pinned prefixes of this retiring one."""
         self._num_sent = 0
         self._num_sent_tokens = 0
         self._table = table
@@ -98,7 +98,7 @@ class ReplicaState:
         self._refresh()
 
     def close(self) -> None:
-        """The replica was lost. What is still noted of it changes nothing: its slot may be another's."""
+        """The replica was lost. Remaining notes of it have no effect: its slot may belong to another replica."""
         self._is_up = False
         self.breaker.on_change = None
         self.cached.close()
@@ -106,8 +106,8 @@ class ReplicaState:
 
     @property
     def score(self) -> float:
-        """Load as `policy.py` compares it: sequences, plus prompt tokens to compute in units of `TOKENS_PER_SEQUENCE`;
-        both as last reported, and what was sent there since.
+        """Load for `policy.py`: sequences, plus prompt tokens to compute in units of `TOKENS_PER_SEQUENCE`; as last
+        reported, plus the requests sent since.
 
         All attempts of this router there are a lower bound: a report may have been sent before a submission arrived.
         """
@@ -164,7 +164,7 @@ class ReplicaState:
         self._refresh()
 
     def note_report(self, load: EngineLoad) -> None:
-        """Replaces the load by what the replica reports, and forgets what was counted as sent since the last report."""
+        """Replaces the load by the replica's report, and resets the count of requests sent since the last report."""
         self.load = load
         self._num_sent = 0
         self._num_sent_tokens = 0

@@ -137,7 +137,7 @@ class RequestState:
 
     @property
     def version(self) -> str:
-        """The version that its output comes from, which alone may continue it; empty while there is none."""
+        """The version that generated its output, and the only one that may continue it; empty without output."""
         return version_of(self.fingerprint) if self.output_token_ids else self.bound_version
 
     def note(self, event: RequestEvent) -> None:
@@ -291,7 +291,7 @@ class RequestState:
 def siblings(request: EngineRequest) -> tuple[EngineRequest, ...]:
     """One request for each sequence to sample: the request itself if it is one, else those of one group, by index.
 
-    Each samples with its own seed: number i gives what a single request with seed + i would give. Only the first
+    Each samples with its own seed: number i gives the result of a single request with seed + i. Only the first
     reports the prompt's log-probabilities, which are the same for all.
     """
     count = request.sampling_params.num_sequences

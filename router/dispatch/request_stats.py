@@ -49,7 +49,7 @@ class FirstTokens:
         self._recent.append((now, now - opened_s))
 
     def ttft_s(self, now: float) -> float:
-        """The time that nine of ten requests kept to, of those whose first token came lately; 0 of none."""
+        """The 90th percentile of the time to first token over recent requests, in seconds; 0 without any."""
         while self._recent and self._recent[0][0] < now - RECENT_S:
             self._recent.popleft()
         ordered = sorted(ttft_s for _, ttft_s in self._recent)

@@ -1,7 +1,7 @@
 """Output of a request: one buffer for each of its sequences, between the dispatch host and the request's sink, and the
 stream that opens them together and reads them as one. A pure core.
 
-Output that the sink does not take waits for its reader, and is merged into one delta: a slow reader delays no other
+Output that the sink does not take is merged into one delta until its reader comes: a slow reader delays no other
 request. A buffer is bounded by its sequence's output, and where there is a limit (`UnreadLimit`), its request is
 suspended soon after the buffer has exceeded that.
 """
@@ -154,7 +154,7 @@ class OutputStream:
         self._sink.notify()
 
     def poll(self) -> OutputDelta | None:
-        """All output since the last call, if any, as far as one replica has made it. After it, raises the error given
+        """All output since the last call, if any, up to a change of replica. After it, raises the error given
         to `fail`.
         """
         pending = self._pending
@@ -232,7 +232,7 @@ class RequestStream:
         self.streams = streams
         """Streams of all its sequences, ended ones included."""
         self._unread = dict(enumerate(streams))
-        """Streams that were not read to their ends. The one that was read last is at the end."""
+        """Streams that were not read to their ends. The most recently read one is at the end."""
         self.is_over = not streams
         """Every sequence has been read to its end."""
 
@@ -270,7 +270,7 @@ class RequestStream:
                 self.close()
 
     def close(self) -> None:
-        """Cancels what has not ended. Nothing is to be polled any more."""
+        """Cancels open sequences. Nothing is to be polled any more."""
         if self._host is not None:
             for stream in reversed(self.streams):
                 self._host.close(stream)
@@ -278,7 +278,7 @@ class RequestStream:
                 stream.error = None  # its traceback has the frames that have polled it: they would be a cycle
 
     def abort(self) -> bool:
-        """Ends what has not ended, with finish reason ABORT, for the reader to read. Returns whether there was any."""
+        """Ends open sequences with finish reason ABORT. Returns whether there was any."""
         host = self._host
         if host is None:
             return False
@@ -286,15 +286,15 @@ class RequestStream:
         return any(were_open)
 
     def fail(self, error: HoldfastError) -> None:
-        """Ends what has not ended with an error, which the reader gets after the output so far."""
+        """Ends open sequences with an error, which the reader gets after the output so far."""
         if self._host is not None:
             for stream in list(self._unread.values()):
                 self._host.fail(stream, error)
 
     @property
     def usage(self) -> Usage:
-        """The usage of all sequences that have ended: the prompt counts once, and as cached only what was cached for
-        each of them.
+        """The usage of all ended sequences: the prompt counts once; its cached tokens are those that were cached for
+        all of them.
         """
         first, *others = self._usages
         return together(self._usages, share_prompt=True) if others else first

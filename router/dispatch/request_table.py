@@ -90,7 +90,7 @@ class RequestTable:
                 del self._groups[state.request.group_id]
 
     def version_of_group(self, group_id: Hashable) -> str:
-        """The version that siblings of a group run on, or have run on; empty where none has yet."""
+        """The version that siblings of a group run on, or have run on; empty if none has run."""
         group = self._groups.get(group_id)
         return "" if group is None else group.version
 
@@ -131,7 +131,7 @@ class RequestTable:
         return attempt
 
     def note_end(self, attempt: Hashable) -> None:
-        """A replica has reported the end of an attempt that runs no more: it cannot crash the replica from now on."""
+        """A replica has reported the end of an attempt: the attempt cannot crash the replica any longer."""
         self._withdrawn.pop(attempt, None)
 
     @property

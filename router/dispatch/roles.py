@@ -43,11 +43,11 @@ class Roles:
         self._num_prefill = num_prefill
         self._num_decode = num_decode
         self.hand_on_s = HAND_ON_S
-        """Seconds from the first token of a request to its second, over those that its bytes take; measured."""
+        """Measured seconds from the first token of a request to its second, beyond the transfer of its bytes."""
 
     def assign(self, replica_ids: Iterable[str]) -> dict[str, Role]:
-        """Roles in the order of ids, so that routers that know the same replicas agree. Where there are too few
-        replicas for both roles, each does both, and none is named.
+        """Roles in the order of ids, so that routers that know the same replicas agree. With too few replicas for both
+        roles, each replica has both, and no role is assigned.
         """
         ordered = sorted(replica_ids)
         if not (self._num_prefill or self._num_decode) or len(ordered) <= max(self._num_prefill, 1):
@@ -63,7 +63,9 @@ class Roles:
 
 
 def borrowed(num_tokens: int, token_s: float, move_s: float) -> tuple[float, int]:
-    """Seconds until tokens that another replica has cached are there, moved or computed; and how many are computed."""
+    """Seconds until tokens that another replica has cached are available, by transfer or by computing; and the number
+    that is computed.
+    """
     moving_s = BORROW_S + num_tokens * move_s
     computing_s = num_tokens * token_s
     return (moving_s, 0) if moving_s < computing_s else (computing_s, num_tokens)
@@ -73,7 +75,7 @@ def local_s(num_new: int, num_elsewhere: int, token_s: float, move_s: float, num
     """Cost in seconds of a prompt that is computed where it is decoded: until it is there, and what others wait.
 
     `num_new` tokens have to be computed before its first one, those ahead of it among them; `num_elsewhere` of its own
-    are cached in another replica. The `num_running` streams beside it get their next tokens later by what is computed.
+    are cached in another replica. The `num_running` streams beside it are delayed by the computed tokens.
     """
     there_s, num_computed = borrowed(num_elsewhere, token_s, move_s) if num_elsewhere > 0 else (0.0, 0)
     return num_new * token_s + there_s + LATE_TOKEN * (num_new + num_computed) * token_s * num_running

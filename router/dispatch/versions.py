@@ -23,7 +23,7 @@ class VersionCounts:
     num_failed: int = 0
     """Attempts that replicas of this version gave up or lost, and requests that failed or expired there."""
     num_lost: int = 0
-    """Replicas that were lost without an order to end; one that answers its self-check wrongly ends so."""
+    """Replicas that were lost without an order to end, such as after a wrong self-check."""
     num_first_tokens: int = 0
     first_token_s: float = 0.0
     """Time from sending to the first token, of all together."""

@@ -14,7 +14,7 @@ from holdfast.router.router_losses import RouterLoss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaEndpoint:
-    """The address of a replica. One that restarts elsewhere may keep its id or take a new one."""
+    """The address of a replica. A replica that restarts elsewhere may keep its id or take a new one."""
 
     replica_id: str
     address: str
@@ -42,10 +42,10 @@ class DirectoryView:
 
     endpoints: frozenset[ReplicaEndpoint]
     removed_models: frozenset[str] = frozenset()
-    """Models that were served here and are not to be any more. A model that is in neither set has only lost its
+    """Models that were served here and have been removed. A model that is in neither set has only lost its
     replicas."""
     cold_starts: tuple[tuple[str, float], ...] = ()
-    """Models that may be without replicas by decision, and how many seconds requests wait for the first one."""
+    """Models that the autoscaler may leave without replicas, with the seconds that requests wait for the first one."""
     operator_state: OperatorState = NO_OPERATOR_STATE
     """Operator state for the routers."""
     routers: frozenset[RouterEndpoint] = frozenset()
@@ -62,5 +62,5 @@ class ReplicaDirectory(Protocol):
     def watch(self) -> AsyncIterator[DirectoryView]:
         """Yields the whole view at once, then again after every change. Never ends by itself.
 
-        A replica that is missing from a view gets no new requests; those that run there continue until its link ends.
+        A replica that is missing from a view gets no new requests; its running requests continue until its link ends.
         """

@@ -1,6 +1,6 @@
 """Catalogue of metrics: name, type, labels and meaning of every figure that Prometheus can scrape. Plain data.
 
-`docs/metrics.md` is made from it, and what is published is checked against it.
+`docs/metrics.md` is generated from it, and published metrics are checked against it.
 """
 
 from collections.abc import Mapping
@@ -44,8 +44,8 @@ OF_REQUESTS: Final = (
         C,
         ("model", "outcome"),
         "Requests that have ended, through all APIs, by how: stop, length, abort, cancelled, invalid, denied, "
-        "rate_limit, capacity, overload, unavailable, deadline, handed_over, internal. What was refused before its "
-        "model was known has an empty one",
+        "rate_limit, capacity, overload, unavailable, deadline, handed_over, internal. Requests refused before their "
+        "model was known have an empty one",
     ),
     Metric("holdfast_requests_open", G, (), "Requests that are open in this router"),
     Metric("holdfast_requests_queued", G, (), "Open requests that wait for a replica"),
@@ -82,8 +82,8 @@ OF_FAILOVER: Final = (
         "holdfast_failovers_total",
         C,
         ("model", "cause"),
-        "Requests sent to a replica once more: theirs was lost, has returned them (full or leaving), or they were "
-        "moved off one that leaves",
+        "Requests sent again to a replica: after a loss, after a return (full or draining), or moved off a draining "
+        "replica",
     ),
     Metric("holdfast_replayed_tokens_total", C, _MODEL, "Output tokens that were sent along to be continued after"),
     Metric(

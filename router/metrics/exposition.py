@@ -191,7 +191,7 @@ def kv_usage(load: EngineLoad) -> float:
 
 
 def store_samples(figures: StoreFigures, num_failures: int) -> Iterator[Sample]:
-    """Samples of what is stored."""
+    """Samples of the job store."""
     yield Sample("holdfast_store_bytes", (), figures.num_bytes)
     yield Sample("holdfast_store_max_bytes", (), figures.max_bytes)
     for kind, count in figures.num_objects.items():

@@ -2,7 +2,7 @@
 
 A request has one lease, from the first byte that arrives of it until its answer is over. It takes bytes as they arrive
 and gives them back once they are decoded; from then on it holds the output that its client has not read. An *account*
-is the caller's key, or before a key is known, and where none is asked for, the address that it calls from.
+is the caller's key, or the address of the caller while no key is known or where none is required.
 """
 
 from collections import Counter, OrderedDict
@@ -20,7 +20,7 @@ RETRY_S: Final = 1.0
 
 
 UNREAD_TOKEN_BYTES: Final = 256
-"""Bytes of a token that waits for its reader, as an object of its own."""
+"""Bytes of an unread token's objects."""
 
 
 class Ending(Protocol):

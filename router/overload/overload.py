@@ -9,8 +9,8 @@
 
 Each action begins at its own pressure and ends `release_margin` below it. The order is: give free memory back to the
 system, stop accepting connections, shed new LOW requests, shed all new ones, close the greediest, shed resumed streams.
-Health and operators' calls are never refused. All calls take the time in seconds of one clock. `OverloadWatch` says
-when a router looks at what it uses, and what a look leads to.
+Health and operators' calls are never refused. All calls take the time in seconds of one clock. `OverloadWatch` decides
+when a router measures its use, and the actions that follow.
 """
 
 import math
@@ -155,14 +155,14 @@ class Overload:
         self.counts: Counter[OverloadAction] = Counter()
         """Since the start: connections and requests refused, requests ended, heaps shrunk."""
 
-    # --- what is measured ---
+    # --- measurements ---
 
     def note_loop(self, now: float, next_s: float) -> None:
         """The probe's timer has fired, and is to fire again in `next_s`."""
         self._loop_delay.note(now, next_s)
 
     def observe(self, readings: Readings, now: float) -> None:
-        """Takes what was measured; begins and ends actions."""
+        """Takes measurements; begins and ends actions."""
         self._readings = readings
         self._update(now)
 
@@ -178,7 +178,7 @@ class Overload:
                 active[action] = resource
         self.active = active
 
-    # --- what is asked before work begins ---
+    # --- checks before work begins ---
 
     def takes_connection(self) -> bool:
         """Whether a new connection may send new requests. If not: health, operators, resumed streams."""
@@ -203,10 +203,10 @@ class Overload:
         elif priority is Priority.LOW and OverloadAction.SHED_LOW in self.active:
             raise self._refused(OverloadAction.SHED_LOW, "it takes no new requests of priority LOW")
 
-    # --- what is to be done ---
+    # --- actions ---
 
     def must_close(self, now: float) -> bool:
-        """Whether the greediest request is to be ended now: not more often than every `CLOSE_EVERY_S`."""
+        """Whether to end the greediest request now: at most once in `CLOSE_EVERY_S`."""
         is_due = self._closed_at is None or now - self._closed_at >= CLOSE_EVERY_S
         return OverloadAction.CLOSE_GREEDIEST in self.active and is_due
 
@@ -273,7 +273,7 @@ class OverloadWatch:
         self._shrunk_at: float | None = None
 
     def begin(self, now: float, num_open: int) -> float:
-        """The timer is set anew: in how many seconds it is to fire."""
+        """Sets the timer: returns the seconds until it fires."""
         overload = self._overload
         is_busy = bool(num_open or overload.ledger.num_leases or overload.active)
         wait_s = BUSY_S if is_busy else IDLE_S
@@ -281,7 +281,7 @@ class OverloadWatch:
         return wait_s
 
     def look(self, now: float, resident_bytes: int, num_open: int) -> bool:
-        """The timer has fired. Ends the greediest request where that is due; whether the heap is to be shrunk."""
+        """The timer has fired. Ends the greediest request if due; returns whether to shrink the heap."""
         overload = self._overload
         readings = Readings(resident_bytes=resident_bytes, held_bytes=overload.ledger.held_bytes, num_open=num_open)
         overload.observe(readings, now)

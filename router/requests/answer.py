@@ -17,9 +17,9 @@ from holdfast.worker.request import RequestKey
 
 class SampledAnswer(RequestStream):
     """The response to a sampling request, for one task, which either iterates over it or awaits `whole`. It is the sink
-    of its own streams: what `take` refuses wakes the task. On one event loop.
+    of its streams: output that `take` refuses wakes the task. On one event loop.
 
-    Iterating gives what `poll` gives, and raises what it raises, as soon as there is output that was not taken. The
+    Iterating gives the results of `poll`, and raises its errors, as soon as there is untaken output. The
     task is woken as by an `asyncio.Event`, which is for any number of tasks and takes several calls to set, to clear
     and to wait for: an answer does all three for every token that was not taken.
     """

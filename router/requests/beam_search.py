@@ -114,7 +114,7 @@ class BeamSearch:
         return tuple(sorted([*self._finished, *self.live], key=self._badness)[:n])
 
     def best(self, n: int) -> tuple[Beam, ...]:
-        """The `n` best finished beams, best first; fewer if not as many were found."""
+        """The `n` best finished beams, best first; fewer if fewer were found."""
         return tuple(self._finished[:n])
 
     def _candidates(self, continuations: Sequence[Continuations]) -> list[Beam]:
@@ -233,7 +233,7 @@ class BeamAnswer:
     def _extension(self, beam: Beam) -> RequestState:
         request = extension(self.request, beam, self._num_extensions, self._search.num_candidates)
         self._num_extensions += 1
-        # The fingerprint binds it to the version of what it extends.
+        # The fingerprint binds it to the version of the extended beam.
         caught_up = CaughtUp(fingerprint=self._fingerprints[-1]) if self._fingerprints else FRESH
         return RequestState(
             request=request,

@@ -1,11 +1,12 @@
 """Poison watch of a router: finds the request that ends routers while they read it. A core without IO.
 
-What `router/dispatch/failures.py` is for replicas, this is for routers, with the same levels. A request is
-*read* from its last byte until it is admitted: decoded, checked, tokenized. It is noted in a journal that outlives the
-process (`Journal`), so that a process that finds the journal of a router that has ended knows what was being read then:
+What `router/dispatch/failures.py` is for replicas, this is for routers, with the same levels. A request is *read* from
+its last byte until it is admitted: decoded, checked, tokenized. A router notes each request that it reads in a journal
+that outlives the process (`Journal`). A process that finds the journal of an ended router learns which requests were
+being read then:
 
-    one router lost:   the request is a suspect. It runs on trial: while it is read, no other suspect is
-    two, or proof:     it is convicted, and refused
+    one router lost     the request is a suspect, and runs on trial: no other suspect is read at the same time
+    two, or proof       it is convicted, and refused
 
 Proof is a loss on trial, and the end of a router that hung, or had no memory, while it read nothing else. A suspect
 that is admitted is cleared. The connections of a process close before its end is seen: a request that is sent again in
@@ -29,7 +30,7 @@ hashed: no event loop waits for 32 MB."""
 PIECES: Final = 64  # hashed between the ends
 PIECE_BYTES: Final = 2**12
 
-_OF_A_SUBMISSION: Final = frozenset((2, 7, 10, 11))
+_SUBMISSION_FIELDS: Final = frozenset((2, 7, 10, 11))
 """Fields of `GenerateRequest` that change when it is sent again: `request_id`, `timeout_ms`, `resume`, `attempt`."""
 
 _MAX_FIELDS: Final = 64  # of a message that are looked at
@@ -65,10 +66,12 @@ def _add_samples(digest: blake2b, part: memoryview, num_parts: int) -> None:
 
 
 def lasting_parts(message: bytes) -> list[memoryview]:
-    """A serialized `GenerateRequest` without what changes when it is sent again. What is none stays as it is."""
+    """A serialized `GenerateRequest` without what changes when it is sent again. A value that is not a digest is passed
+    on unchanged.
+    """
     view = memoryview(message)
     try:
-        kept = [(begin, end) for number, begin, end in _fields(message) if number not in _OF_A_SUBMISSION]
+        kept = [(begin, end) for number, begin, end in _fields(message) if number not in _SUBMISSION_FIELDS]
     except (IndexError, ValueError):
         return [view]
     return [view[begin:end] for begin, end in kept]
@@ -116,7 +119,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 FORGET_S: Final = 600.0
-"""Seconds after the last loss until a request is no suspect any more."""
+"""Seconds after the last loss until a request is cleared of suspicion."""
 
 MAX_LOSSES: Final = 1024
 """Most losses that are known at a time; older ones are forgotten first."""
@@ -172,7 +175,7 @@ def losses_of(entries: Sequence[Entry], router: str, now: float, *, is_own_fault
 
 
 class PoisonWatch:
-    """State of one router about requests that routers were lost with, and the one that it has on trial."""
+    """One router's state of requests that routers were lost with, and its current trial."""
 
     def __init__(self, journal: Journal | None = None, now: Callable[[], float] = lambda: 0.0) -> None:
         """`now`: seconds since 1970, on all machines of the cluster about alike, and without jumps."""
@@ -195,10 +198,12 @@ class PoisonWatch:
         """Whether requests are recognized: there is a journal, or something to look for."""
         return bool(self._losses) or not isinstance(self.journal, NoJournal)
 
-    # --- what is known of losses ---
+    # --- known losses ---
 
     def note(self, losses: Iterable[RouterLoss]) -> None:
-        """Takes in what this router has found, or has from other routers. What is known already changes nothing."""
+        """Merges losses that this router has found, or that other routers have reported. Known losses have no
+        effect.
+        """
         now, is_news = self.now(), False
         for loss in losses:
             known = self._losses.get(loss.digest, {})
@@ -236,8 +241,8 @@ class PoisonWatch:
     def begin(self, digest: str) -> "Reading":
         """A request is read from here on.
 
-        Raises `RequestQuarantinedError` for one that is convicted, and `OnTrialError` for a suspect while another one
-        is on trial, and for a request that another router seems to hang with.
+        Raises `RequestQuarantinedError` for a convicted request, and `OnTrialError` for a suspect while another one is
+        on trial, and for a request that may be the cause of another router's hang.
         """
         self.await_others(digest, HUNG_S)
         known = self._losses.get(digest)
@@ -319,7 +324,7 @@ class Reading:
 
 
 CURRENT_READING: Final[ContextVar[Reading | None]] = ContextVar("holdfast_reading", default=None)
-"""Request that the running task reads, if any."""
+"""Request that the running task is reading, if any."""
 
 
 def begin_reading(watch: PoisonWatch, kind: str, *content: Part) -> Reading:
@@ -333,7 +338,7 @@ def begin_reading(watch: PoisonWatch, kind: str, *content: Part) -> Reading:
 
 
 def end_reading(error: BaseException | None = None) -> None:
-    """Ends the running task's reading, with this error if any."""
+    """Ends the running task's reading, with an error if given."""
     if (reading := CURRENT_READING.get()) is not None:
         reading.end(is_cleared=error is None or isinstance(error, Exception))
         CURRENT_READING.set(None)

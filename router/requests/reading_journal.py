@@ -1,4 +1,4 @@
-"""Reading journal: what a router reads, as notes in memory that outlives its process. A core without IO.
+"""Reading journal: notes of the requests that a router reads, in memory that outlives its process. A core without IO.
 
     journal = ReadingJournal(buffer)    # of this router: a mapped file, or any other memory of `SIZE` bytes
     journal.begin(monotonic_s)
@@ -83,7 +83,7 @@ class LeftJournal:
     """Journal of another process, to be read once that has ended."""
 
     def __init__(self, buffer: Buffer) -> None:
-        """Raises ValueError for what is no journal."""
+        """Raises ValueError for bytes that are not a journal."""
         if buffer[: len(_MAGIC)] != _MAGIC:
             raise ValueError("it is no reading journal")
         self._buffer = buffer
@@ -97,7 +97,7 @@ class LeftJournal:
 
     def is_reading(self, digest: str, silent_s: float, monotonic_s: float) -> bool:
         """Whether its process, not seen to end so far, reads the request and has not turned its loop for `silent_s`.
-        False after `MAX_HUNG_S`: a process that nobody ends must not hold requests for ever.
+        False after `MAX_HUNG_S`: a hanging process that nothing ends must not block requests forever.
         """
         if not silent_s <= monotonic_s - self._turned_at <= MAX_HUNG_S:
             return False

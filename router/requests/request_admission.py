@@ -92,7 +92,7 @@ class Adapters:
     """The adapters of one router, by the names that requests give as their model."""
 
     def __init__(self, statuses: Callable[[], Mapping[str, ModelStatus]]) -> None:
-        """`statuses`: of the models that are served, whose replicas know those that they were started with."""
+        """`statuses`: status of the served models; their replicas report the adapters that they were started with."""
         self._statuses = statuses
         self._state = NO_OPERATOR_STATE
         self._named: dict[str, NamedAdapter] = {}
@@ -100,7 +100,7 @@ class Adapters:
         """Adapters by `Adapter.key`, for callers who mean one content, independent of names."""
 
     def set(self, operator_state: OperatorState) -> None:
-        """Sets those that operators have loaded, or unloaded."""
+        """Sets the adapters that operators have loaded or unloaded."""
         self._state, self._named = operator_state, {one.name: one for one in operator_state.adapters}
 
     def find(self, name: str) -> ServedAdapter | None:
@@ -122,7 +122,7 @@ class Adapters:
 
 
 OPEN_RETRY_S: Final = 1.0
-"""When to come again where a tenant has as many open requests as it may have."""
+"""Retry time for a tenant at its maximum of open requests."""
 
 
 class RequestAdmission:
@@ -164,7 +164,7 @@ class RequestAdmission:
         return models if caller.models is None else tuple(one for one in models if one.name in caller.models)
 
     def model(self, name: str) -> ModelStatus:
-        """A model that has been served here; an empty name means the only one that the caller sees.
+        """A model that was served here; an empty name means the only model that the caller may use.
 
         Raises `UnknownModelError`, `InvalidRequestError` (a name is needed), `ReplicaError` (none is up yet),
         `PermissionDeniedError`.
@@ -211,7 +211,7 @@ class RequestAdmission:
         timeout_s = self._limits.default_timeout_s if request.timeout_s is None else request.timeout_s
         deadline = now + (timeout_s if time_remaining_s is None else min(timeout_s, time_remaining_s))
         model = self._dispatch_host.dispatch.registry.statuses.get(request.model) or self._model(request.model, caller)
-        if request.resume is None and model.name in self.pauses.models:  # what has begun goes on
+        if request.resume is None and model.name in self.pauses.models:  # requests that have begun continue
             await self.pauses.wait_over(model.name, deadline - now)
         head_lines: Sequence[HeadLine] = ()
         if request.chat is not None:
@@ -240,7 +240,7 @@ class RequestAdmission:
         return admitted
 
     def check_tenant(self, tenant: str) -> None:
-        """Refuses what is more than one tenant may have open."""
+        """Refuses requests beyond a tenant's maximum of open ones."""
         most = self._limits.max_open_per_tenant
         if most is not None and self._open_answers.num_of(tenant) >= most:
             message = f"its tenant has {most} open requests, the maximum (limits.max_open_per_tenant)"
@@ -249,7 +249,7 @@ class RequestAdmission:
     async def sequence(
         self, admitted: AdmittedRequest, sibling: EngineRequest, resume: ResumeRecord | None
     ) -> RequestState:
-        """One sequence of a request, ready to open. A resumed one continues after what the client has."""
+        """One sequence of a request, ready to open. A resumed request continues after the client's output."""
         text = TextStream(self._tokenizers[admitted.model], sibling.sampling_params, sibling.prompt_token_ids)
         caught_up = FRESH
         if resume is not None:
@@ -277,7 +277,7 @@ class RequestAdmission:
         return await asyncio.to_thread(resumed, sibling, text, resume, len(admitted.echo))
 
     def check_overload(self, priority: Priority = Priority.NORMAL, *, is_resumed: bool = False) -> None:
-        """Raises `OverloadedError` where the router protects itself from what the running task asks for."""
+        """Raises `OverloadedError` if the router sheds the running task's request."""
         if self._overload is not None:
             lease, now = CURRENT_LEASE.get(), self._dispatch_host.now()
             is_guest = lease is not None and lease.is_guest

@@ -138,7 +138,7 @@ class RequestProcessor:
     async def open(
         self, request: GenerationRequest, time_remaining_s: float | None = None
     ) -> AsyncIterator[SampledAnswer]:
-        """Opens a request and yields its response. Leaving the context cancels what has not ended.
+        """Opens a request and yields its response. Leaving the context cancels open sequences.
 
         `time_remaining_s` is the time until the call's own deadline; the earliest limit holds. Raises `HoldfastError`,
         in the words of the request's client.
@@ -164,7 +164,7 @@ class RequestProcessor:
 
     @asynccontextmanager
     async def _serving(self, admitted: AdmittedRequest, answer: SampledAnswer | BeamAnswer) -> AsyncIterator[None]:
-        """Covers a request from admission to its end: what has not ended is cancelled, the caller is charged for the
+        """Covers a request from admission to its end: open sequences are cancelled, the caller is charged for the
         output, and the statistics are kept. Ends the task of a reader that does not even take the error of its
         deadline.
         """
@@ -235,7 +235,7 @@ class RequestProcessor:
 
     def abort(self, request_id: str) -> bool:
         """Aborts a request of any client; its output so far stays. Returns whether it was open. A caller with a key can
-        only abort requests of its own tenant.
+        only abort requests of its tenant.
         """
         if not request_id:
             raise InvalidRequestError("request_id", request_id, "must be set")

@@ -49,7 +49,7 @@ _OUTCOMES: Final[dict[type[HoldfastError], str]] = {
 
 
 def outcome_of(error: BaseException) -> str:
-    """The word for what has ended a request."""
+    """The name of a request's ending."""
     if not isinstance(error, HoldfastError):
         return "internal" if isinstance(error, Exception) else CANCELLED
     return next(_OUTCOMES[one] for one in type(error).__mro__ if one in _OUTCOMES)
@@ -125,8 +125,8 @@ class RequestStats:
 
 
 class AdmittedRequest:
-    """One request of this router, from its admission to its end: the engine request itself, and beside it what the
-    router knows of its client and counts. It hears of each stream's first tokens and its end.
+    """One request of this router, from its admission to its end: the engine request, and beside it the router's data
+    about its client and its counts. It hears of each stream's first tokens and its end.
     """
 
     def __init__(

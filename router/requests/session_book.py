@@ -1,4 +1,4 @@
-"""Sessions, as one router sees them: requests that go on from each other, what was kept of them, and what that saved.
+"""Sessions, as one router sees them: requests that continue each other, their cached tokens, and the time saved.
 
 A request belongs to the session that it names, or to that whose last prompt its own begins with: a chat's next turn
 begins with all that came before. So sessions are found of clients that name none. Clients whose prompts begin with a
@@ -68,7 +68,7 @@ class SessionBook:
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[tuple[str, str, bytes], Session] = OrderedDict()
-        """Sessions by tenant, model, and name or digest of the last prompt; that which was idle for longest first."""
+        """Sessions by tenant, model, and name or digest of the last prompt; the least recently used first."""
         self._lengths: dict[tuple[str, str], dict[int, int]] = {}
         """Numbers of unnamed sessions by the length of their last prompt, by tenant and model."""
         self._spoiled: OrderedDict[tuple[str, str], SpoiledPrompts] = OrderedDict()
@@ -171,8 +171,8 @@ def prompt_speeds(replicas: Iterable[ReplicaLoad]) -> dict[str, float]:
 
 
 def saved_s(session: Session, tokens_per_s: Mapping[str, float]) -> float:
-    """About how many seconds of computing prompts a session was saved, by the measured speed of its model's replicas;
-    0: none was measured yet.
+    """Estimated seconds of prefill that a session saved, by the measured speed of its model's replicas; 0: no
+    measurement yet.
     """
     speed = tokens_per_s.get(session.model, 0.0)
     return session.num_saved_tokens / speed if speed else 0.0

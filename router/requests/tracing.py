@@ -1,7 +1,7 @@
 """Traces of requests: one OpenTelemetry span for each, and below it spans for its phases, made when it is over.
 
-The tracer is made by the code that starts the router; without one nothing here runs. What a caller sends as W3C
-`traceparent` belongs to the task of its request, as a context variable, as the caller itself does.
+The tracer is made by the code that starts the router; without one nothing here runs. A caller's W3C `traceparent`
+belongs to the task of its request, as a context variable, like the caller itself.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""JSON schema normalizer: a schema as a client writes it becomes one that llguidance enforces as it stands.
+"""JSON schema normalizer: converts a client's schema to one that llguidance enforces as it is.
 
 Each keyword has its row in `_KEYWORDS`: keywords that llguidance enforces in another form are rewritten, keywords
 without effect are dropped, and the others are refused by `SchemaError`, which names the place. Every API uses it, for
@@ -46,7 +46,7 @@ class NormalizedSchema:
 def normalized(schema: Any) -> NormalizedSchema:
     """The schema as llguidance enforces it. `schema` is any JSON value; it is not changed.
 
-    Raises `SchemaError` for what is no schema, or cannot be enforced.
+    Raises `SchemaError` for a schema that is invalid, or cannot be enforced.
     """
     try:
         return _normalized(copy.deepcopy(schema))
@@ -161,7 +161,7 @@ def _check_types(node: _Node) -> None:
 
 
 def _count(keyword: str) -> Keyword:
-    """A whole number of at least 0, also written as a decimal: 1.0. What no output reaches is no upper bound."""
+    """A whole number of at least 0, also written as a decimal: 1.0. A bound that no output reaches is dropped."""
 
     def normalize(node: _Node, value: Any) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

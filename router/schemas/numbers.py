@@ -101,7 +101,7 @@ def _ends(schema: dict[str, Any], keywords: tuple[str, str]) -> list[float]:
 def _exact_bound(value: Any, path: str, *, is_lower: bool) -> Any:
     """The bound itself, or for a number of many digits the nearest of 15 digits that lies within.
 
-    A bound beyond what is written anyway, as those of 64-bit integers, is the last number that is.
+    A bound beyond the numbers that are written anyway, such as 64-bit integers, becomes the last of these numbers.
     """
     if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST:
         value = int(value)

@@ -2,8 +2,8 @@
 
 `\\d` and `\\w` are ASCII, as in ECMA-262. `.`, `\\s`, `\\D`, `\\W` are narrow, so that all languages' validators agree.
 
-Objects have patterns of names. A grammar can count names that are declared, not those that a pattern or
-`additionalProperties` lets in: it cannot see that one comes twice.
+Objects have patterns of names. A grammar can count declared names, but not names that a pattern or
+`additionalProperties` admits: it cannot detect a duplicate among these.
 """
 
 import json
@@ -76,7 +76,7 @@ def checked_pattern(pattern: Any, path: str) -> str:
 
 
 def _normalize_format(schema: dict[str, Any], path: str) -> None:
-    """JSON Schema takes formats for annotations: one that is not known is none that could be broken."""
+    """JSON Schema treats formats as annotations, so an unknown format has no effect."""
     name = schema["format"]
     if not isinstance(name, str):
         raise SchemaError(path, name, "must be a text")

@@ -14,12 +14,14 @@ from holdfast.router.schemas.places import References, SchemaError, children
 
 ALL_TYPES: Final = ("null", "boolean", "number", "string", "array", "object")
 _MAX_ROUNDS: Final = 64
-"""Looks at all schemas, each for what the one before found. What is written by hand takes two or three."""
+"""Checks all schemas repeatedly, each time with the results of the previous round. Schemas written by hand take two or
+three rounds.
+"""
 
 
 class FiniteValues:
-    """Whether schemas of a document have finite values. Made from the document as it is now; raises `SchemaError` for
-    one that is too entangled.
+    """Whether schemas of a document have finite values. Made from the current document; raises `SchemaError` for one
+    that is too entangled.
     """
 
     def __init__(self, root: Any, references: References) -> None:
@@ -118,7 +120,7 @@ def array_items(schema: Mapping[str, Any]) -> tuple[list[Any], Any]:
 
 
 def _least(schema: Mapping[str, Any], keyword: str) -> int:
-    """A count; 0 for what is none, which is refused elsewhere."""
+    """A count; 0 for a value that is not one, which is refused elsewhere."""
     count = schema.get(keyword, 0)
     is_count = isinstance(count, int) or (isinstance(count, float) and math.isfinite(count))
     return max(0, int(count)) if is_count else 0
@@ -137,7 +139,7 @@ def _map(schema: Mapping[str, Any], keyword: str) -> dict[str, Any]:
 _DEPTH: Final = 12
 """References and `allOf` that are followed one inside another."""
 _MAX_LOOKS: Final = 20_000
-"""Pairs that are compared of one document; what is not compared counts as overlapping."""
+"""Maximum number of compared pairs of a document; pairs beyond it count as overlapping."""
 
 
 class Disjointness:
@@ -181,7 +183,7 @@ class Disjointness:
         return bool(options) and all(self.are_disjoint(option, other, depth) for option in options)
 
     def _parts(self, schema: Any, depth: int) -> Iterator[dict[str, Any]]:
-        """The schema, and what a value that matches it matches besides."""
+        """The schema, and further schemas that its values match."""
         if not isinstance(schema, dict) or depth > _DEPTH:
             return
         yield schema

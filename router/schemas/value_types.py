@@ -77,7 +77,7 @@ class ValueTypes:
         return kinds & self.of(self._target(schema)) if "$ref" in schema else kinds
 
     def _parts(self, root: Any) -> Iterator[Mapping[str, Any]]:
-        """The root and what it is put together of."""
+        """The root and its parts."""
         open_parts, seen = [root], set[int]()
         while open_parts:
             part = open_parts.pop()

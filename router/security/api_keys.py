@@ -1,8 +1,7 @@
 """API keys: what each may do, and the ring of them that a presented key is looked up in. Plain data, without IO.
 
-A file holds the SHA-256 of each key and never a key. Keys have 256 random bits, so none is found by guessing, and a
-slow hash such as scrypt would protect nothing; it would cost tens of milliseconds for every request, also for those of
-strangers.
+A file holds the SHA-256 of each key and never a key. Keys have 256 random bits, so none is found by guessing. A slow
+hash such as scrypt would protect nothing, and would cost tens of milliseconds for every request, also of strangers.
 """
 
 import hashlib
@@ -22,7 +21,7 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.request import Priority
 
 KEY_PREFIX: Final = "hfk_"
-"""Prefix of keys, so that scanners of source code find one that was committed by mistake."""
+"""Prefix of keys, so that scanners of source code find a key that was committed by mistake."""
 
 MAX_PRESENTED: Final = 1024
 """Longest text that is taken for a key."""
@@ -109,8 +108,8 @@ class KeyRing:
     def find(self, presented: str) -> ApiKey | None:
         """The key that was presented, or None.
 
-        Whatever is presented, it is hashed once, looked up once by its whole hash, and compared once in constant time:
-        what a caller could learn from the time of the look-up is about a hash, which it cannot steer.
+        Every presented text is hashed once, looked up once by its whole hash, and compared once in constant time: the
+        time of the look-up depends only on a hash, which a caller cannot steer.
         """
         digest = digest_of(presented)
         found = self._by_digest.get(digest)

@@ -1,5 +1,5 @@
-"""Budgets of clients' connections: calls that are reset at once, calls without a key, connections without one; and the
-connections that a router knows by their calls, and which are to be closed. Cores without IO.
+"""Budgets of clients' connections: calls that are reset at once, calls without a key, connections without a key. A
+router assigns calls to connections, and closes connections beyond their budget. Cores without IO.
 
 An address has two token buckets, which all of its connections share: one for calls that clients reset within a second
 of making them, one for calls without a valid key. Who charges an empty bucket is cut off: one connection, never its
@@ -17,8 +17,8 @@ from urllib.parse import unquote
 from holdfast.router.token_bucket import BURST_S, TokenBucket
 
 PREMATURE_S: Final = 1.0
-"""A call that its client resets sooner than this counts as reset. What runs longer has cost a model's work, which other
-limits are for.
+"""A call that its client resets sooner than this counts as reset. Longer calls have cost a model's work, which other
+limits cover.
 """
 
 SUSPECT_S: Final = 5.0
@@ -68,20 +68,20 @@ class Peer(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Address whose budgets it charges: its own, or for IPv6 its network of 64 bits, all of which one client may
-        have.
+        """Address whose budgets it charges: its own, or for IPv6 its /64 network, which one client may have as a
+        whole.
         """
         return self.host if ":" not in self.host else str(ip_network((self.host, 64), strict=False))
 
 
 def peer(host: str, port: int) -> Peer:
-    """The peer as a socket names it. Raises `ValueError` for what is no IP address."""
+    """The peer as a socket names it. Raises `ValueError` for a text that is not an IP address."""
     address = ip_address(host.partition("%")[0])
     return Peer(str(getattr(address, "ipv4_mapped", None) or address), port)
 
 
 def peer_of(grpc_peer: str) -> Peer | None:
-    """A peer as gRPC writes it (`ipv4:1.2.3.4:5`, `ipv6:%5B::1%5D:5`); None for what is no TCP connection."""
+    """A peer as gRPC writes it (`ipv4:1.2.3.4:5`, `ipv6:%5B::1%5D:5`); None for a peer that is not a TCP connection."""
     family, _, address = grpc_peer.partition(":")
     host, _, port = unquote(address).rpartition(":")
     try:
@@ -116,7 +116,7 @@ class ClientConnection:
     is_known: bool = False
     """Whether a call on it has presented a valid key."""
     is_cut: bool = False
-    """Whether it has been, or is about to be, cut off: nothing of it is charged any more."""
+    """Whether it has been, or is about to be, cut off: no further event is charged."""
     num_calls: int = 0
     num_resets: int = 0
 
@@ -145,7 +145,7 @@ class _Buckets:
 
 @dataclass(slots=True)
 class ConnectionBudgets:
-    """The budgets of one router. Each event returns why its connection is to be cut off, or None. Time is passed in,
+    """The budgets of one router. Each event returns the reason to cut its connection off, or None. Time is passed in,
     in seconds.
     """
 
@@ -182,7 +182,7 @@ class ConnectionBudgets:
         return reason if connection.mostly_resets else None
 
     def suspects(self, now: float) -> bool:
-        """Whether it is to be found out of each call, before its message comes, on which connection it is."""
+        """Whether each call must be assigned to its connection before its message arrives."""
         return now < self._suspects_until
 
     def overdue(self, strangers: Collection[ClientConnection]) -> list[ClientConnection]:
@@ -227,7 +227,7 @@ class GuardedConnections:
         asks_for_keys: bool,
         on_cut: Callable[[ClientConnection, Reason], None] = lambda connection, reason: None,
     ) -> None:
-        """`on_cut` is called with each connection that is to be closed, and the reason."""
+        """`on_cut` is called with each connection to close, and the reason."""
         self.budgets = ConnectionBudgets(limits, asks_for_keys)
         self._on_cut = on_cut
         self._by_name: dict[str, ClientConnection] = {}
@@ -283,7 +283,7 @@ class GuardedConnections:
             self._judge(one, Reason.CONNECTIONS_WITHOUT_KEY)
 
     def take_to_cut(self) -> set[Peer]:
-        """The peers whose connections are to be closed now."""
+        """The peers whose connections to close now."""
         peers, self._to_cut = self._to_cut, set()
         return peers
 

@@ -16,7 +16,7 @@ from holdfast.worker.errors import AuthenticationError, PermissionDeniedError, R
 from holdfast.worker.request import Priority
 
 UNKNOWN: Final = "no valid API key was sent; send one as `authorization: Bearer KEY`"
-"""The same whether there was no key, one of another form, one that was revoked, or one that never was."""
+"""The same for a missing key, a malformed one, a revoked one, and an unknown one."""
 
 CLUSTER: Final = "cluster"
 """The name of the caller that presents the cluster's own token: routers, replicas and the command that started them."""
@@ -28,7 +28,7 @@ class Caller:
 
     name: str = ""
     tenant: str | None = None
-    """Tenant that its requests are charged to; None: the one that they name."""
+    """Tenant that its requests are charged to; None: the model that they name."""
     models: frozenset[str] | None = None
     """None: all."""
     max_priority: Priority = Priority.CRITICAL
@@ -38,7 +38,7 @@ class Caller:
     """Whether its request was admitted and charged to the request rate before; tokens are still charged."""
 
     def check_model(self, model: str) -> None:
-        """Raises `PermissionDeniedError`. An empty name is that of the only one that it sees."""
+        """Raises `PermissionDeniedError`. An empty name is the name of the only model that it may use."""
         if model and self.models is not None and model not in self.models:
             raise PermissionDeniedError("model", f"the key {self.name!r} may not use the model {model!r}")
 

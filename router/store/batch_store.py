@@ -55,7 +55,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def add(self, jobs: Sequence[Job]) -> None:
-        """Lines of one that is begun, which wait until it is there."""
+        """Lines of a batch that is being created, which wait until it exists."""
 
         def work(connection: "sqlalchemy.Connection") -> None:
             self._job_store.insert(connection, jobs, HELD_BACK)
@@ -81,7 +81,7 @@ class BatchStore:
         await self._database.run(work)
 
     async def fail(self, tenant: str, batch: dict[str, Any]) -> None:
-        """Replaces a begun batch by one that states the faults of its lines."""
+        """Replaces a batch that is being created by one with the faults of its lines."""
 
         def work(connection: "sqlalchemy.Connection") -> None:
             objects = self._database.tables.objects
@@ -91,7 +91,7 @@ class BatchStore:
 
         await self._database.run(work)
 
-    # --- one that is there ---
+    # --- existing batches ---
 
     async def get(self, tenant: str, batch_id: str) -> dict[str, Any]:
         """The batch with its current counts."""
@@ -118,8 +118,8 @@ class BatchStore:
         await self._objects.delete(tenant, BATCH, batch["id"])
 
     async def cancel(self, tenant: str, batch_id: str, *, tells_lines: bool = False) -> dict[str, Any]:
-        """The batch, which is over: what is computed is dropped, and results so far are in its files; with
-        `tells_lines` an error for each line that has no result too.
+        """The batch, ended: running lines are dropped, and results so far are in its files; with `tells_lines` also an
+        error for each line without a result.
         """
 
         def work(connection: "sqlalchemy.Connection") -> dict[str, Any]:
@@ -133,7 +133,7 @@ class BatchStore:
         return await self._database.run(work)
 
     async def finish(self, job: Job, result: bytes, *, is_error: bool) -> bool:
-        """Writes the result of a line, which ends with a line break. False: the job is not this router's any more."""
+        """Writes the result of a line, which ends with a line break. False: this router has lost the job."""
         is_mine = await self._database.run(partial(self._finish, job=job, result=result, is_error=is_error))
         await self._objects.purge_if_due()
         return is_mine

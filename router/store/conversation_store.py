@@ -1,7 +1,7 @@
-"""Conversation store: items in order, to which responses add what they read and say.
+"""Conversation store: items in order; responses append their input and output.
 
-Items are added at the end, some at a time, all of them or none. Of two responses that write at once, each has read the
-items that were there when it began, and the one that ends first comes first.
+Items are added at the end, some at a time, all of them or none. Two responses at the same time both read the items that
+existed when they began; the one that ends first is stored first.
 """
 
 import json

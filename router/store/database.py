@@ -1,4 +1,4 @@
-"""Database of what is stored: how SQLite and PostgreSQL are opened, the tables, and the thread that calls them."""
+"""Database of the stores: opening SQLite and PostgreSQL, the tables, and the thread that calls them."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ FILE: Final = "store.sqlite"
 """Below the folder of the setting."""
 
 _LOCK_WAIT_S: Final = 10.0
-"""Seconds that a router waits for another one that writes."""
+"""Seconds that a router waits for another router's write."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Job store: background computations of stored objects, each leased to one router at a time.
 
-A job is a background response, or a line of a batch. A router that has jobs renews their leases. Once a lease has run
-out, because the router or the whole cluster has ended, any router claims the job; a response goes on after what is
-stored of its stream. Only the owner can write what a job comes to, in the transaction that ends it: of two routers that
-both claim a job, one gets an error.
+A job is a background response, or a line of a batch. A router that has jobs renews their leases. When a lease has
+expired, because the router or the whole cluster has ended, any router claims the job; a response continues after its
+stored stream. Only the owner can write a job's result, in the transaction that ends it: of two routers that both claim
+a job, one gets an error.
 """
 
 from collections.abc import Collection, Sequence
@@ -80,8 +80,8 @@ class JobStore:
         return await self._database.run(renew)
 
     async def add(self, job: Job, piece: bytes, response: dict[str, Any] | None = None) -> bool:
-        """Stores a piece of the stream, which may be empty, and renews the lease. False: the job is not this router's
-        any more. `response`: what its object is from here on.
+        """Stores a piece of the stream, which may be empty, and renews the lease. False: this router has lost the job.
+        `response`: what its object is from here on.
         """
         return await self._database.run(partial(self._add, job=job, piece=piece, response=response, is_over=False))
 
@@ -97,8 +97,8 @@ class JobStore:
         await self._database.run(lambda connection: connection.execute(free))
 
     async def cancel(self, tenant: str, response_id: str) -> dict[str, Any]:
-        """The response object, which is over. Raises `NotFoundError`, and `InvalidRequestError` for one that was not
-        made in the background.
+        """The response object, which is over. Raises `NotFoundError`, and `InvalidRequestError` for a response that was
+        not created in the background.
         """
 
         def cancel(connection: "sqlalchemy.Connection") -> dict[str, Any]:

@@ -49,7 +49,7 @@ class StoreLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredObject:
-    """One object of the API, and what it was made from."""
+    """One object of the API, and its source."""
 
     kind: str
     """Kind in error messages: `response`, `chat completion`, `conversation`, `file`, `batch`."""
@@ -63,7 +63,7 @@ class StoredObject:
     expires_at: float | None = None
     """Seconds since 1970; None: with its age."""
     num_bytes: int = 0
-    """Bytes of all that belongs to it, when it was read; not used when it is written."""
+    """Bytes of all its rows, when it was read; not used when it is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class ObjectStore:
             await self.purge()
 
     async def purge(self) -> None:
-        """Deletes what is too old, and the oldest while there is too much. What jobs are for is kept."""
+        """Deletes expired objects, and the oldest ones above the maximum size. What jobs are for is kept."""
         self._num_written = 0
         await self.database.run(self._purge)
         await self.database.empty_log()

@@ -20,7 +20,7 @@ _BETWEEN: Final = "\n\n"
 
 _RESULTS: Final = ("tool", "function")
 _SHORT: Final = 9
-"""Letters and digits of an id of a call, where templates take no other length."""
+"""Letters and digits of a call's id, where templates require this length."""
 
 
 def adapted(messages: Messages, traits: TemplateTraits, tools: Sequence[Mapping[str, Any]] = ()) -> Messages:

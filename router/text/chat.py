@@ -1,8 +1,8 @@
 """Chat template renderer: turns a list of messages into the prompt text that the model was trained on.
 
 A template is untrusted code that comes with a model, so it runs in jinja2's sandbox, within a budget of steps
-(`template_budget.py`), and gets only plain data and a few helpers. Every API's chats are rendered here, so what is done
-for messages that a template does not take is done for all of them (`adapted_messages.py`).
+(`template_budget.py`), and gets only plain data and a few helpers. Chats of all APIs are rendered here, so the
+adaptations for a template's limits (`adapted_messages.py`) apply to all of them.
 """
 
 import json
@@ -43,7 +43,7 @@ _KNOWN_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "to
 def chat_text(tokenizer: Tokenizer, chat: Chat, steps: int | None = None) -> str:
     """The prompt for a chat, by the tokenizer's chat template. Raises what `render_chat` raises.
 
-    The template may take so many steps; None: as many as a chat of this size may need. A pure function of the chat if
+    Maximum number of steps of the template; None: the default for a chat of this size. A pure function of the chat if
     `now_s` is set. Dates are in UTC, in any time zone.
     """
     now = datetime.now(UTC) if chat.now_s is None else datetime.fromtimestamp(chat.now_s, UTC)
@@ -98,7 +98,7 @@ def render_chat(
     """The prompt for `messages`. It contains its special tokens: encode it with `add_special_tokens=False`.
 
     `special_tokens` are the names that templates use (`bos_token`, `eos_token`, ...), see `Tokenizer.special_tokens`.
-    With `continue_final_message` the prompt ends with the last message's content, and begins no other.
+    With `continue_final_message` the prompt ends with the last message's content.
 
     Raises `InvalidRequestError` for messages that are malformed or that the template refuses or does not show,
     `TemplateBudgetError`, which is one, for a template that takes more than so many `steps` or makes too long a text,
@@ -149,7 +149,7 @@ def _cut_at_tag(text: str, messages: Sequence[Message]) -> str:
 
 
 def template_traits(template: str, special_tokens: Mapping[str, str] = _NOTHING) -> TemplateTraits:
-    """Traits of a template, found once. Raises `ConfigurationError` for one that does not compile."""
+    """Traits of a template, found once. Raises `ConfigurationError` for a template that does not compile."""
     _compiled(template)
     return _traits(template, tuple(special_tokens.items()))
 

@@ -3,8 +3,8 @@
     root ::= "yes" | answer{1,3}   # begins at root
     answer ::= [a-z]+ "."
 
-A rule ends where the next one begins, whatever the line breaks. Rules that do not refer to themselves become terminals,
-which match exactly what they say; between the others llguidance takes the longest text that fits.
+A rule ends where the next one begins, whatever the line breaks. Rules without recursion become terminals, which match
+exactly; between the others llguidance takes the longest text that fits.
 """
 
 import json
@@ -36,7 +36,7 @@ def is_ebnf(grammar: str) -> bool:
 
 
 def ebnf_as_lark(grammar: str) -> str:
-    """Raises ValueError, naming line and rule, for what is not EBNF."""
+    """Raises ValueError, naming line and rule, for text that is not EBNF."""
     rules = _rules(grammar)
     if "root" not in rules:
         raise ValueError("an EBNF grammar (::=) must define root; Lark rules are written with a colon")
@@ -84,7 +84,7 @@ def _line(grammar: str, position: int) -> str:
 
 
 def _terminals(rules: Mapping[str, list[Piece]]) -> Set[Hashable]:
-    """The rules that neither refer to themselves nor to one that does."""
+    """The rules that refer neither to themselves nor to a recursive rule."""
     return derivable((name, [piece.text for piece in pieces if piece.kind == "name"]) for name, pieces in rules.items())
 
 

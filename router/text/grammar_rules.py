@@ -81,7 +81,7 @@ def check_finite(rules: Mapping[str, Sequence[Piece]]) -> None:
 def lark_rules(grammar: str) -> Mapping[str, Sequence[Piece]]:
     """The rules of a Lark grammar; none where it has parts that are not known here, such as `%lark`.
 
-    Raises ValueError for what is not Lark, for a directive that nobody knows, and for one whose JSON is none.
+    Raises ValueError for text that is not Lark, for an unknown directive, and for a directive with invalid JSON.
     """
     rules: dict[str, list[Piece]] = {}
     body: list[Piece] = []

@@ -24,7 +24,7 @@ class _Rule(NamedTuple):
 
 _LINE: Final = re.MULTILINE | re.IGNORECASE
 _RULES: Final[dict[str, _Rule]] = {
-    # As Claude Code sends it: a block of its own, with no line break before the next one.
+    # As Claude Code sends it: a separate block, without a line break before the next one.
     "billing": _Rule(re.compile(r"\Ax-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\n]*;)+[ \t]*\n?", re.I), True),
     "date": _Rule(
         re.compile(
@@ -58,7 +58,7 @@ class HeadLine(NamedTuple):
 
 def tidied(chat: Chat, rules: Collection[str]) -> tuple[Chat, tuple[HeadLine, ...]]:
     """The chat after the rules that hold, and the lines that others found. Idempotent: a chat after the rules has no
-    such line any more. A chat without a system prompt is left as it is.
+    such line. A chat without a system prompt is left as it is.
     """
     first = chat.messages[0] if chat.messages else {}
     content = first.get("content")
@@ -85,7 +85,7 @@ def tidied(chat: Chat, rules: Collection[str]) -> tuple[Chat, tuple[HeadLine, ..
 
 
 def _append(messages: list[Any], text: str) -> None:
-    """Puts text behind the last user's message, or behind the system prompt where there is none."""
+    """Appends text to the last user's message, or to the system prompt if there is none."""
     index = next((at for at in range(len(messages) - 1, 0, -1) if messages[at].get("role") == "user"), 0)
     message = messages[index]
     content = message.get("content")

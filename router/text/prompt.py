@@ -27,7 +27,8 @@ _CANDIDATE_BYTES: Final = 10
 def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence_len: int) -> tuple[int, ...]:
     """The prompt's tokens that `truncate_prompt_tokens` keeps: its last ones, or with `truncate_right` its first ones.
 
-    With -1 it keeps as many as leave room for `max_tokens` within `max_sequence_len`, or for one without a limit.
+    With -1 it keeps the number of tokens that leave room for `max_tokens` within `max_sequence_len`, or for one token
+    without a limit.
     """
     wanted = params.truncate_prompt_tokens
     assert wanted is not None, "nothing is to be cut"
@@ -38,7 +39,7 @@ def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence
 def pooled(request: GenerationRequest, facts: ModelInfo) -> GenerationRequest:
     """A request for or of a pooled model, with the text that the model puts before each that it embeds.
 
-    Raises `InvalidRequestError` where the model does not give what is asked for.
+    Raises `InvalidRequestError` if the model cannot return the requested output.
     """
     if facts.pooling is None:
         limit = "generates text: it gives neither vectors nor scores (docs/embeddings.md)"

@@ -1,4 +1,5 @@
-"""Budget of chat templates: what one rendering may do, counted in steps and not timed, so that it is a pure function.
+"""Budget of chat templates: the maximum work of one rendering, counted in steps and not timed, so that it is a pure
+function.
 
 A template is code that comes with a model, with variables that a request sets. Each turn of a loop and each call of a
 macro, function, filter or operator is a step, and text and lists count by their length before they are made.
@@ -42,7 +43,7 @@ _SHALLOW: Final = frozenset(
 
 _COMPARING: Final = frozenset({"==", "!=", "eq", "ne", "equalto", "in", "<", ">", "<=", ">=", "lt", "gt", "le", "ge"})
 _WIDE: Final = re.compile(r"%[^%a-zA-Z]*(\d{5}|\*)|\{[^{}]*(\d{5}|:[^{}]*\{)")
-"""A format that pads to a large width, or to one that an argument says."""
+"""A format that pads to a large width, or to the width of an argument."""
 
 
 class SpentError(jinja2.TemplateRuntimeError):
@@ -102,7 +103,7 @@ _BUDGET: Final = ContextVar[Budget]("_BUDGET")
 
 @contextmanager
 def spending(steps: int) -> Iterator[None]:
-    """Templates that are rendered inside may take so many steps together."""
+    """Maximum number of steps of nested templates together."""
     token = _BUDGET.set(Budget(steps))
     try:
         yield

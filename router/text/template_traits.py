@@ -1,6 +1,6 @@
 """Traits of a chat template: which messages it shows, found by rendering short chats once per template.
 
-A template does not declare what it accepts, and refuses or silently drops the rest.
+A template does not declare the messages it accepts, and refuses or silently drops others.
 """
 
 import json
@@ -42,7 +42,7 @@ class TemplateTraits:
     takes_json_text: bool = False
     """Whether it takes arguments only as their JSON text; else as an object."""
     shows_text_arguments: bool = True
-    """Whether it shows arguments that are a text, such as one that is no JSON; else they must be an object."""
+    """Whether it shows arguments that are text, such as invalid JSON; otherwise they must be an object."""
     shows_results: bool = True
     takes_long_ids: bool = True
     """Whether it takes ids of calls as this server makes them; else they must be nine letters or digits."""
@@ -52,7 +52,9 @@ class TemplateTraits:
 
 
 def traits_of(template: str, render: Render) -> TemplateTraits:
-    """The traits of a template that `render` renders. One that does not even show a user's message is left alone."""
+    """The traits of a template that `render` renders. A template that does not even show a user's message is not probed
+    further.
+    """
     probe = _Probe(render)
     if not probe.shows([_user()], _USER):
         return TemplateTraits()
@@ -76,7 +78,7 @@ def drops_role(role: str, render: Render) -> bool:
 
 
 class _Probe:
-    """Renders chats, and looks for texts in what comes out."""
+    """Renders chats, and looks for texts in the results."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
@@ -165,7 +167,7 @@ class _Calls:
         return any(self._probe.shows(chat, *texts) for chat in chats)
 
     def show_split(self, content: str | None) -> bool:
-        """Whether text is shown in a turn of its own before the calls, and the chat can go on."""
+        """Whether a chat can continue with text in a separate turn before the calls."""
         before, after = ({"role": "assistant", "content": text} for text in (_SAID, _LATER))
         chats = [
             [_user(), before, self._called(content, one), _result(one), after, _user(_AGAIN)]
@@ -216,8 +218,8 @@ For each function call, return a json object with function name and arguments wi
 
 
 def tools_text(tools: Sequence[Mapping[str, Any]], *, says_how: bool = True) -> str:
-    """Text about tools for the system message, in OpenAI's shape. `says_how`: describe how calls are written; not for a
-    model whose template writes calls in a format of its own.
+    """Text about tools for the system message, in OpenAI's shape. `says_how`: describe the format of calls; not for a
+    model whose template has its own format.
     """
     text = _BEFORE + "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools) + _END
     return text + _HOW if says_how else text

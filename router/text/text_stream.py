@@ -1,8 +1,8 @@
 """Text state of one sequence: the incremental detokenizer followed by the stop string matcher.
 
 A pure function of the tokens so far: a router that resumes a request pushes them again and continues. The matcher finds
-matches across pieces, and holds back no more text than needed: its result depends on the text alone, not on how it is
-split into pieces.
+matches across pieces, and holds back only as much text as needed: its result depends on the text alone, not on its
+pieces.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from holdfast.worker.sampling_params import SamplingParams
 class StopStringMatcher:
     """Releases text up to the first stop string, and with `include_match` the stop string too.
 
-    The first is the one that ends first; of several that end at the same character, the longest. Text is held back only
-    while it may be the beginning of a stop string.
+    The first match is the one that ends first; of several that end at the same character, the longest. Text is held
+    back only while it may be the beginning of a stop string.
     """
 
     def __init__(self, stop: Sequence[str], *, include_match: bool = False) -> None:
@@ -98,7 +98,7 @@ class TextPiece(NamedTuple):
     text: str
     """Text that is now final."""
     num_tokens: int
-    """Tokens that are part of the output: all, or those up to the one that completed a stop string."""
+    """Tokens of the output: all, or the ones up to the token that completed a stop string."""
     stopped: bool
     """Whether a stop string is complete: the output has ended."""
 

@@ -1,7 +1,7 @@
 """Token table: the bytes of each token of one tokenizer, and their spelling as text.
 
-A token's bytes are what it adds to the middle of a text: the space before a word stays, and a token that is part of a
-character has its own bytes.
+A token's bytes are its contribution in the middle of a text: the space before a word stays, and a part of a character
+is its own bytes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,7 +55,7 @@ class TokenTable:
         return self._codec.token(token_id) or ""
 
     def distinct_names(self, token_ids: Iterable[int]) -> dict[int, str]:
-        """A name of each token that no other of them has: as `name_of`, else all its bytes, else its id."""
+        """A unique name for each token: `name_of`, or else all its bytes, or else its id."""
         names: dict[int, str] = {}
         taken: set[str] = set()
         for token_id in token_ids:
@@ -101,7 +101,7 @@ class TokenTable:
 
 
 def bytes_of_piece(piece: str) -> bytes:
-    """The bytes that a token of a byte-level vocabulary is written for; one that has other characters is text."""
+    """The bytes of a token of a byte-level vocabulary; a token with other characters is text."""
     try:
         return bytes(_BYTES[character] for character in piece)
     except KeyError:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 _LONG: Final = 2**10
-"""Characters, or token ids, from which on the library is called so that it lets go of Python's lock meanwhile: what it
-does with 512 KiB of text takes a second.
+"""Number of characters, or token ids, from which on the library is called without Python's lock: 512 KiB of text take
+it a second.
 """
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
@@ -117,8 +117,8 @@ class Tokenizer:
         return self.chat_templates.get(_DEFAULT)
 
     def template_of(self, *, has_tools: bool = False, name: str = "") -> str | None:
-        """The chat template of a chat, as transformers chooses it. Raises `InvalidRequestError` for a name that is none
-        of this model's.
+        """The chat template of a chat, as transformers chooses it. Raises `InvalidRequestError` for a name that is not
+        an adapter of this model.
         """
         if name and name not in self.chat_templates:
             names = ", ".join(sorted(self.chat_templates)) or "none, for it has no chat template"
@@ -129,7 +129,7 @@ class Tokenizer:
         return self.chat_templates.get(used)
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Token ids of `text`; `add_special_tokens` adds those that the model expects around a text, such as BOS.
+        """Token ids of `text`; `add_special_tokens` adds the tokens that the model expects around a text, such as BOS.
 
         Raises `TooManyTokensError` for more than `most`, before a list of them is made: a list of half a million holds
         Python's lock for 10 ms, and its end for 5.

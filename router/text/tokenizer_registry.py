@@ -49,7 +49,7 @@ GRAMMARS_AT_ONCE: Final = 2
 """More of them wait: each thread that wants Python's lock is one more that an event loop waits for."""
 
 GIVE_BACK_AFTER_S: Final = 0.5
-"""After the last of them: then what was made of it is gone too."""
+"""Called after the last of them: then the tokenized text is gone too."""
 
 
 class TokenizerRegistry:
@@ -66,7 +66,7 @@ class TokenizerRegistry:
         self._long = asyncio.Semaphore(LONG_AT_ONCE)
         self._num_long = 0
         self._interpreted = ThreadPoolExecutor(1, thread_name_prefix="text")
-        """Runs what holds Python's lock, one at a time: an event loop waits for the lock behind each that wants it."""
+        """Runs functions that hold Python's lock, one at a time: each of them delays the event loop."""
         self._grammars = ThreadPoolExecutor(GRAMMARS_AT_ONCE, thread_name_prefix="grammar")
 
     def __getitem__(self, model: str) -> Tokenizer:
@@ -158,7 +158,7 @@ class TokenizerRegistry:
         self, request: GenerationRequest, model: ModelStatus, limits: LimitsConfig
     ) -> EngineRequest:
         """A client's request in tokens, as engines take it, with an id and a seed. Raises `InvalidRequestError` for
-        what the model does not take.
+        input that the model does not accept.
         """
         name, facts, params = model.name, model.facts, request.sampling_params
         if request.pooling is not None or facts.pooling is not None:
@@ -248,8 +248,8 @@ class TokenizerRegistry:
 
 
 def _probe_templates(tokenizer: Tokenizer) -> None:
-    """Finds the traits of the chat templates out, before the first chat waits for them. One that does not compile is
-    reported by the chats that use it.
+    """Finds the traits of the chat templates out, before the first chat waits for them. A template that does not
+    compile is reported by the chats that use it.
     """
     for template in tokenizer.chat_templates.values():
         with suppress(ConfigurationError):

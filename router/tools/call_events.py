@@ -1,4 +1,4 @@
-"""Tool call events: what a parser of a model's output reports, as plain data."""
+"""Tool call events: the output of a parser of a model's text, as plain data."""
 
 import re
 from collections.abc import Callable, Generator, Iterable
@@ -92,15 +92,17 @@ MAX_NAME: Final = 256
 
 
 class Malformed(Exception):
-    """The text is not what the reader expects. It never leaves this room."""
+    """The text differs from the expected form. It never leaves this room."""
 
 
 class CutOff(Malformed):
-    """The text has ended where more of it was due; what is left of it can only be the beginning of that."""
+    """The text has ended too early; its rest can only be the beginning of the expected form."""
 
 
 class TextSource:
-    """Text, how far it is read, and how far it is settled: what is read and not settled can still become content."""
+    """Text, the position up to which it is read, and the position up to which it is settled: text in between can still
+    become content.
+    """
 
     def __init__(self) -> None:
         self.text = ""
@@ -109,13 +111,13 @@ class TextSource:
         self.has_ended = False
 
     def push(self, text: str) -> None:
-        """Appends text, and drops what has been read for good."""
+        """Appends text, and drops text that has been settled."""
         self.text = self.text[self._settled :] + text
         self.position -= self._settled
         self._settled = 0
 
     def settle(self) -> str:
-        """Settles what was read, and returns it."""
+        """Settles the text that was read, and returns it."""
         read, self._settled = self.text[self._settled : self.position], self.position
         return read
 

@@ -1,4 +1,4 @@
-"""Grammar of tool calls: what an output must be so that its calls match the JSON schemas of the tools.
+"""Grammar of tool calls: the form of an output whose calls match the JSON schemas of the tools.
 
 A grammar is text in llguidance's Lark, for `StructuredOutputs.grammar`; whether a schema can be enforced is found out
 when that is compiled.
@@ -50,7 +50,7 @@ class _Form:
     bare: str = ""
     """The character by which an output is seen to be calls, where they have no marker."""
     banned: str = ""
-    """A text that parsers take for a call, and that no other text contains."""
+    """A text that parsers take for a call, and that is in no other text."""
     others: tuple[str, ...] = ()
     """Further texts that may be single tokens."""
 

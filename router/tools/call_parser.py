@@ -1,4 +1,5 @@
-"""Tool call parser, as far as formats agree: what is content, where calls may begin, what becomes of malformed ones.
+"""Tool call parser, as far as formats agree: content, places where calls may begin, and the handling of malformed
+calls.
 
 A call is reported once its name is known and its arguments begin; until then its text is held back. If it goes wrong
 before that, its text is content; after that the call ends, incomplete, and the rest is content. White space before the
@@ -110,9 +111,9 @@ class ToolCallParser(ABC):
             self._events.append(Content(self._space))
 
     def _give_up(self, error: Malformed) -> None:
-        """Turns what was read of a malformed call into content. Reading goes on at the character that was wrong.
+        """Turns the text of a malformed call into content. Reading goes on at the character that was wrong.
 
-        Where the output breaks off within arguments, what was held back belongs to them. Where it does so in the head
+        If the output breaks off within arguments, held-back text belongs to them. Where it does so in the head
         of a further call, that is dropped.
         """
         source = self._source

@@ -75,7 +75,7 @@ FORMATS: Final[Mapping[str, _Make]] = MappingProxyType(
 )
 """Named as for vLLM's `--tool-call-parser`."""
 
-_SIGNS: Final = (  # what a template writes, all of a row; the first row that fits decides
+_SIGNS: Final = (  # a row matches if the template writes all of its texts; the first match decides
     ("openai", (CHANNEL, MESSAGE, CALL)),
     ("gemma4", ("<|tool_call>", "call:")),
     ("deepseek_v32", (f"<{DSML}function_calls>",)),
@@ -107,14 +107,16 @@ def parser_for(name: str, tools: Sequence[Tool] = ()) -> ToolCallParser:
 
 
 def detect_format(chat_template: str | None) -> str | None:
-    """The format that the template writes calls in, and so the model too; None if it writes none that is known."""
+    """The format that the template writes calls in, and so the model too; None if it writes none of the known
+    formats.
+    """
     template = chat_template or ""
     return next((name for name, signs in _SIGNS if all(sign in template for sign in signs)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of what the model thinks before it answers."""
+    """A piece of the model's reasoning."""
 
     text: str
 
@@ -208,8 +210,8 @@ class ChatReader:
         is_parallel: bool = True,
     ) -> None:
         """Reads no calls without `tools`, no reasoning without `splits`. With `is_filtered` the output keeps its
-        special tokens for the sake of markers, and the others are taken out. Without `is_parallel` calls after the
-        first one are dropped, with what follows them.
+        special tokens for the sake of markers, and the others are taken out. Without `is_parallel`, calls after the
+        first one are dropped, with the text after them.
         """
         self._is_parallel = is_parallel
         self._is_over = False
@@ -232,11 +234,11 @@ class ChatReader:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Tokens within the reasoning so far; None if its tags are no tokens of their own, or it is not split."""
+        """Tokens within the reasoning so far; None if its tags are not single tokens, or it is not split."""
         return None if self._thoughts is None else self._thoughts.num_tokens
 
     def push(self, text: str, token_ids: Sequence[int] = ()) -> list[Reasoning | CallEvent]:
-        """Events that are certain now. The token ids are those that came with the text; they are only counted."""
+        """Events that are certain now. The token ids belong to the text; they are only counted."""
         if self._thoughts is not None:
             self._thoughts.push(token_ids)
         return self._split(text if self._filter is None else self._filter.push(text))

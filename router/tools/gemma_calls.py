@@ -80,7 +80,7 @@ def _read_key(source: TextSource) -> Reading[str]:
 
 
 def _read_value(source: TextSource, emit: Emit, char: str, closers: list[str]) -> Reading[str]:
-    """Reads a text, a number or a word, or the opening of what is nested; what is wanted then."""
+    """Reads a text, a number or a word, or an opening bracket; returns the expected next item."""
     if char in _CLOSERS:
         source.position += 1
         closers.append(_CLOSERS[char])

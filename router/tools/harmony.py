@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>thoughts<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>
 
-An output begins behind `<|start|>assistant`. Thoughts stand in `analysis`, the answer in `final`, and what the user may
-read before a call in `commentary`. A call has a recipient, in its role or in its channel.
+An output begins behind `<|start|>assistant`. Reasoning is in `analysis`, the answer in `final`, and text for the user
+before a call in `commentary`. A call has a recipient, in its role or in its channel.
 """
 
 import re
@@ -149,7 +149,7 @@ class HarmonyCallParser(JsonCallParser):
 
 
 class HarmonyThoughtCounter:
-    """Counts the tokens of messages in `analysis`, whose marks are tokens of their own."""
+    """Counts the tokens of messages in `analysis`, whose marks are single tokens."""
 
     def __init__(self, token_ids: Mapping[str, int]) -> None:
         """`token_ids`: of the marks and of `ANALYSIS`, by their texts."""
@@ -159,7 +159,7 @@ class HarmonyThoughtCounter:
         self.num_tokens = 0
 
     def cut_off(self) -> None:
-        """Does nothing: thoughts have marks of their own."""
+        """Does nothing: reasoning has separate marks."""
 
     def push(self, token_ids: Sequence[int]) -> None:
         """Counts the tokens within the analysis channel."""

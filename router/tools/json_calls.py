@@ -120,7 +120,7 @@ class HermesCallParser(JsonCallParser):
 
 
 class LlamaCallParser(JsonCallParser):
-    """`{"name": "f", "parameters": {...}}` in a line of its own or after `<|python_tag|>`; a `;` separates calls."""
+    """`{"name": "f", "parameters": {...}}` in a separate line or after `<|python_tag|>`; a `;` separates calls."""
 
     MARKERS = ("<|python_tag|>",)
     BARE = "{"
@@ -159,7 +159,7 @@ class MistralCallParser(JsonCallParser):
 
 
 class DeepSeekCallParser(JsonCallParser):
-    """Calls of DeepSeek V3 and V3.1 between markers of their own. V3 writes the arguments as a block of code."""
+    """Calls of DeepSeek V3 and V3.1 between special markers. V3 writes the arguments as a block of code."""
 
     MARKERS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
     CLOSINGS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
@@ -184,7 +184,7 @@ KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_a
 
 
 class KimiCallParser(JsonCallParser):
-    """Calls of Kimi K2, in a section of its own. A call's id has its name: `functions.f:0`, the number counted over the
+    """Calls of Kimi K2, in a separate section. A call's id has its name: `functions.f:0`, the number counted over the
     conversation.
     """
 

@@ -1,7 +1,7 @@
 """Incremental JSON reader: passes on the text of a value as it comes, and stops at the value's end.
 
-It mends what models often get wrong within strings, raw control characters and unknown escapes, so that what it passes
-on is JSON.
+It repairs frequent errors of models within strings, raw control characters and unknown escapes, so that its output is
+JSON.
 """
 
 import json
@@ -72,7 +72,7 @@ def read_string(source: TextSource, emit: Emit) -> Reading[None]:
 
 
 def read_text(source: TextSource) -> Reading[str]:
-    """Reads a string that is needed as a whole, and returns what it says. Half a surrogate pair is malformed."""
+    """Reads a whole string, and returns its value. Half a surrogate pair is malformed."""
     pieces: list[str] = []
     yield from read_string(source, pieces.append)
     text = str(json.loads("".join(pieces)))

@@ -126,9 +126,7 @@ class TaggedReasoning:
 
 
 class ThoughtCounter:
-    """Counts the tokens between the tags, which are tokens of their own; what comes after the first closing tag is
-    content, whatever it has.
-    """
+    """Counts the tokens between the tags, which are single tokens; text after the first closing tag is content."""
 
     def __init__(self, opening: int, closing: int, *, starts_inside: bool, call: int | None = None) -> None:
         """`call`: the token that calls begin with, if one within the reasoning may end it."""
@@ -177,7 +175,7 @@ def starts_in_reasoning(name: str, prompt: str) -> bool:
 
 
 def detect_reasoning(chat_template: str | None) -> str | None:
-    """The kind of reasoning that the template writes or removes; None if there is none that is known."""
+    """The kind of reasoning that the template writes or removes; None if the template has none of the known tags."""
     template = chat_template or ""
     return next((name for name, tags in REASONING_TAGS.items() if tags.closing in template), None)
 

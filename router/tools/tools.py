@@ -79,7 +79,7 @@ def checked_tools(value: object, field: str = "tools") -> tuple[Tool, ...]:
 def checked_tool(
     field: str, name: object, parameters: object = None, description: object = None, is_strict: object = None
 ) -> Tool:
-    """A tool of any shape, from its parts. `field` is where they stand; None stands for what is not given."""
+    """A tool of any shape, from its parts. `field` is where they stand; None stands for a missing argument."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequestError(f"{field}.name", name, "must be 1 to 64 letters, digits, underscores or hyphens")
     if description is not None and not is_text(description):

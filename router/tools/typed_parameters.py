@@ -59,7 +59,7 @@ class LarkRules:
         return self.add(terminal, f"/{any_but}/{_without(banned)}")
 
     def bounded_text(self, name: str, end: str, lengths: str) -> str:
-        """A rule for a text of so many characters, as in `*` or `{1,3}`, up to the first `end`. Returns its name."""
+        """A rule for a text whose length is given as in `*` or `{1,3}`, up to the first `end`. Returns its name."""
         terminal, (before, token) = name.upper(), self._at_token(end)
         if token:
             return self.add(
@@ -88,7 +88,7 @@ class LarkRules:
 
     def _at_token(self, text: str) -> tuple[str, str]:
         """The text before the first part of it that is a single token, which no terminal can be, and an expression for
-        the rest. A terminal takes in as much as it can, so what is before belongs to it.
+        the rest. A terminal matches greedily, so the text before belongs to it.
         """
         found = None if self._tokens is None else self._tokens.search(text)
         return (text, "") if found is None else (text[: found.start()], self.text(text[found.start() :]))
@@ -124,7 +124,7 @@ _Write: TypeAlias = Callable[[LarkRules, Tool, _Parameter, str], str]
 
 
 def python_arguments(rules: LarkRules, tool: Tool, prefix: str) -> str:
-    """The expression of what stands between the brackets of a call. Arguments have the order of the schema."""
+    """The expression of the text between a call's brackets. Arguments have the order of the schema."""
     return _listed(rules, tool, prefix, "=", ", ", _python_value)
 
 
@@ -257,7 +257,7 @@ def _json_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) 
 
 
 def _xml_value(rules: LarkRules, tool: Tool, types: ValueTypes, parameter: _Parameter, name: str, end: str) -> str:
-    """The expression of a value and of what ends it."""
+    """The expression of a value and its end."""
     schema = text_schema(types, parameter.name)
     if schema is None:
         return f"{_json_value(rules, tool, parameter, name)} {rules.text(end)}"

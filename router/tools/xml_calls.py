@@ -145,7 +145,7 @@ class GlmCallParser(XmlCallParser):
         if not (yield from self._source.take(follows)):
             follows = self.PARAMETER.before
             yield from self._source.expect(follows)
-        self._source.position -= len(follows)  # what was not settled can be read again
+        self._source.position -= len(follows)  # unsettled text can be read again
         return name
 
     def _read_kind(self, types: ValueTypes, key: str) -> Reading[bool]:

@@ -1,6 +1,6 @@
-"""Protobuf codec of chats: turns, tools, and what an answer says, as messages and as plain data.
+"""Protobuf codec of chats: turns, tools, and answers, as messages and as plain data.
 
-On the wire tools and calls have fields of their own; as plain data they have OpenAI's shape, which chat templates read.
+On the wire tools and calls have separate fields; as plain data they have OpenAI's shape, which chat templates read.
 """
 
 import json
@@ -114,7 +114,7 @@ def _tool_choice(message: inference_pb2.ToolChoice) -> str | dict[str, Any]:
 
 
 def set_tools(message: inference_pb2.Chat, chat: Chat) -> None:
-    """Raises `InvalidRequestError` for what the message cannot hold."""
+    """Raises `InvalidRequestError` for data that does not fit the message."""
     for index, tool in enumerate(chat.tools):
         message.tools.append(_tool_message(f"chat.tools[{index}]", tool))
     if chat.tool_choice is not None:

@@ -24,7 +24,7 @@ MAX_KEYS: Final = 1024
 """Most fields of its object."""
 
 MAX_DIGITS: Final = 64
-"""A number of twice as many digits is refused for sure, one of fewer is taken."""
+"""A number with twice the allowed digits is refused; with fewer it is accepted."""
 
 _QUOTE, _COMMA = ord('"'), ord(",")
 _ELEMENTS: Final = 2
@@ -44,7 +44,7 @@ class JsonBounds:
 
     fields: Mapping[str, Bound]
     other: Bound
-    """Bound of each field that has none of its own."""
+    """Bound of each field without an entry."""
     whole: Bound
     """Bound of all fields together."""
     string: int
@@ -62,12 +62,12 @@ class JsonBounds:
     def take_apart(
         self, text: bytes, names: Collection[str], objects: Collection[str] = ()
     ) -> tuple[bytes, dict[str, list[Any]]]:
-        """The text without what is long in it, and that by field.
+        """The text without its long strings, and these by field.
 
         Of lists of token ids in the fields `names` the text has an empty list then; of lists of objects in the fields
-        `objects`, a list of an empty one. What is no list of objects stays.
+        `objects`, a list of an empty one. A value that is not a list of objects is passed on unchanged.
 
-        Raises `InvalidRequestError` as `check` does, and for what is no list of token ids.
+        Raises `InvalidRequestError` as `check` does, and for a value that is not a list of token ids.
         """
         scan = _Scan(self, text, names, objects)
         long = scan.run()

@@ -1,7 +1,7 @@
 """Codec of resume records: the `Resume` message of gRPC, and over HTTP the same fields as JSON.
 
-Over HTTP a record stands behind the body of a request that continues a stream; a *mark*, a comment behind the events of
-each delta, says what the client adds to its record when it has them.
+Over HTTP a record follows the body of a request that continues a stream; a *mark*, a comment after the events of each
+delta, holds the addition to the client's record.
 """
 
 import json
@@ -139,7 +139,7 @@ def read_resume_json(content: bytes, max_token_ids: int) -> ResumeRecord:
 def _read(said: Mapping[str, Any], lists: Sequence[list[int]]) -> ResumeRecord:
     """`said` has, instead of each list of token ids, one with its place in `lists`."""
     if (identity := Identity.of(said["identity"])) is None:
-        raise ValueError("the identity is not one that a router has written")
+        raise ValueError("the identity was not written by a router")
     return ResumeRecord(
         sequences=[_read_sequence(one, lists) for one in said["sequences"]],
         fingerprint=_text(said["system_fingerprint"]),
@@ -195,7 +195,7 @@ class MarkWriter:
         self._fingerprint: str | None = None
 
     def line(self, delta: SequenceDelta, replica_id: str = "") -> bytes:
-        """The comment, as an event of its own. Fields at their defaults are left out, as protobuf does."""
+        """The comment, as a separate event. Fields at their defaults are left out, as protobuf does."""
         said: dict[str, Any] = {"first_token_index": delta.first_token_index, "token_ids": delta.token_ids}
         if delta.text_length:
             said["text_length"] = delta.text_length
@@ -221,7 +221,7 @@ def failure_line(failure: StreamFailure) -> bytes:
 
 
 def read_mark(content: bytes) -> Mark:
-    """The JSON of a mark. Raises `ValueError` for what no router writes."""
+    """The JSON of a mark. Raises `ValueError` for a comment that no router writes."""
     try:
         said = json.loads(content.decode())
         if "may_retry" in said:

@@ -52,7 +52,7 @@ DETAILS_KEY: Final = "grpc-status-details-bin"
 MAX_FIELD_BYTES: Final = 200
 """Most bytes of a field's text. Details travel in a header, and headers are small."""
 MAX_LIST_BYTES: Final = 600
-"""Most bytes of all texts of a list field, as JSON; what is beyond is left out."""
+"""Maximum bytes of all texts of a list field, as JSON; further texts are left out."""
 
 
 BAD_REQUEST: Final = "invalid_request_error"
@@ -156,7 +156,7 @@ CLASSES_BY_CODE: Final[dict[grpc.StatusCode, type[HoldfastError]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStatus:
-    """The status of a failed call: the arguments of `ServicerContext.abort`, and what a client receives."""
+    """The status of a failed call: the arguments of `ServicerContext.abort`, which a client receives."""
 
     code: grpc.StatusCode
     message: str
@@ -225,7 +225,7 @@ def _details(error: HoldfastError, kind: Kind) -> list[Message]:
 
 
 def _first(texts: Sequence[str]) -> list[str]:
-    """Texts, as many as there is room for."""
+    """Texts, up to the maximum size."""
     found, left = list[str](), MAX_LIST_BYTES
     for text in texts:
         short = cut(text, MAX_FIELD_BYTES)

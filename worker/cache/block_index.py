@@ -93,7 +93,7 @@ class KeptBlock(NamedTuple):
 
 
 class KeptNames:
-    """The table of one index. Whoever writes holds the index's transaction. Raises what SQLite raises."""
+    """The table of one index. The writer holds the index's transaction. Raises what SQLite raises."""
 
     def __init__(self, db: sqlite3.Connection, most_bytes: int, clock: Callable[[], float]) -> None:
         """`most_bytes`: of one tenant."""

@@ -21,7 +21,9 @@ Age = tuple[int, int]
 
 
 class Lodger(Protocol):
-    """Owner of blocks for something else than keys and values, which gives them back before what is younger."""
+    """Owner of blocks for another use than keys and values, which gives them back before older cached blocks are
+    evicted.
+    """
 
     @property
     def num_idle(self) -> int:
@@ -43,13 +45,12 @@ class Lodger(Protocol):
 
 
 class BlockAllocator:
-    """Blocks 0 to `num_blocks - 1`, each blank, cached without an owner, or owned by as many as its count says.
+    """Blocks 0 to `num_blocks - 1`: each is blank, cached without an owner, or owned, with a reference count.
 
-    Blank blocks are handed out first, then cached ones, the one first that has been without an owner for longest; after
-    all others those of sequences that went on from a cached prefix, and last those that are pinned. Every call but
-    those of pins costs O(1) per block, and the ids handed out depend on the calls alone. A call that breaks the rules
-    (more blocks than are free, an id that is not allocated) is our own
-    mistake and an AssertionError at once.
+    Blank blocks are handed out first, then cached ones, the least recently used first; after them blocks of sequences
+    that continued a cached prefix, and last pinned blocks. Every call but those of pins costs O(1) per block, and the
+    ids handed out depend on the calls alone. A call that breaks the rules (more blocks than are free, an id that is not
+    allocated) is our own mistake and an AssertionError at once.
     """
 
     def __init__(
@@ -72,11 +73,11 @@ class BlockAllocator:
         # A stack with the lowest id on top. Blocks freed together come out together and in the same order, so that
         # sequences hold runs of neighbours, which are gathered faster, and the blocks used last are still cached.
         self._blank = list(reversed(range(num_blocks)))
-        # Cached blocks without an owner, the next to be evicted first, and since when. Not a dict, which looks past
-        # all that it has lost to find its first.
+        # Cached blocks without an owner, the next to be evicted first, and since when. Not a dict, which skips all its
+        # deleted entries to find its first.
         self._evictable: OrderedDict[int, int] = OrderedDict()
-        self._lasting: OrderedDict[int, int] = OrderedDict()  # likewise, those whose prefix was extended before
-        self._kept: OrderedDict[int, int] = OrderedDict()  # likewise, those that are pinned
+        self._lasting: OrderedDict[int, int] = OrderedDict()  # likewise, for blocks whose prefix was continued before
+        self._kept: OrderedDict[int, int] = OrderedDict()  # likewise, for pinned blocks
         self._extended: set[int] = set()  # cached blocks of extended prefixes, with or without an owner
         self._most_lasting = int(LASTING_SHARE * num_blocks)
         self.pins = Pins(max_num_pins)
@@ -174,7 +175,7 @@ class BlockAllocator:
         return block_ids
 
     def take_back(self, block_ids: Sequence[int]) -> None:
-        """Blocks that were lent are blank again, and are handed out after all that are blank now."""
+        """Returned loans are blank again, and are handed out after all blocks that are blank now."""
         for block_id in block_ids:
             self._ref_counts[block_id] = 0
         self._blank[:0] = block_ids
@@ -192,7 +193,7 @@ class BlockAllocator:
         """Take one owner from each of these blocks; a block without owners is free again.
 
         The blocks of a sequence are passed in its order: of those freed together the last is evicted first, because a
-        prefix is of use without its end and not without its beginning. `evict_first`: before all that are cached now.
+        prefix is of use without its end and not without its beginning. `evict_first`: before all other cached blocks.
         `is_extended`: the sequence went on from a cached prefix, and others are likely to go on from it. Then its
         blocks outlive those of sequences that did not, as long as they are at most `LASTING_SHARE` of all.
         """
@@ -238,7 +239,7 @@ class BlockAllocator:
             self.make_blank(block_id)
 
     def pin(self, block_ids: Sequence[int], tenant: str, until_s: float) -> None:
-        """Until then, evicts these cached blocks, given from a prefix's beginning, after all that are not pinned."""
+        """Until then, evicts these cached blocks, in the order of their prefix, after all unpinned ones."""
         gave_way = self.pins.put(block_ids, tenant, until_s)
         for block_id in reversed(block_ids):
             if block_id in self.pins.by_block:
@@ -286,10 +287,10 @@ class BlockAllocator:
         assert not misplaced, f"blocks {misplaced} are pinned and may be evicted early, or are kept without a pin"
         num_standing = len(self._evictable) + len(self._lasting) + len(self._kept)
         assert num_standing == len(cached), "a block stands in two lines"
-        assert self._lasting.keys() <= self._extended, "a block lasts whose prefix nobody went on from"
+        assert self._lasting.keys() <= self._extended, "lifetime of a block whose prefix no sequence continued"
 
     def _release(self, block_ids: Sequence[int]) -> None:
-        """Moves blocks without a pin any more to the end of the others, in this order, as if used last."""
+        """Moves blocks without a pin to the end of the others, in this order, as if used last."""
         for block_id in block_ids:
             if block_id in self._kept:
                 del self._kept[block_id]

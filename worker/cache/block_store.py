@@ -2,8 +2,8 @@
 
 Segment files that are only appended to hold the blocks; an index in SQLite says where each is. A block counts once the
 index has it, and its digest is checked whenever it is read. So a process may be killed at any write, and a host may
-lose what it had not written yet: what is not whole is not found. Segments are deleted whole, the one first that was
-used least recently. Names belong to one `kind`: what the blocks of two kinds hold is never taken for each other.
+lose data that it had not written yet: an incomplete record is not found. Segments are deleted whole, the one first that
+was used least recently. Names belong to one `kind`: the blocks of two kinds are never confused.
 """
 
 import logging
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Record = Sequence[memoryview | bytes]
 
 SEGMENTS: Final = 16
-"""About as many segments as a full store has: one is deleted at a time."""
+"""Approximate number of segments of a full store; one segment is deleted at a time."""
 LARGEST_SEGMENT: Final = 256 << 20  # bytes
 _TENANT: Final = b"t"
 _NOWHERE: Final = 0
@@ -34,7 +34,7 @@ _NOWHERE: Final = 0
 
 
 class _Segment(NamedTuple):
-    """One that this process appends to."""
+    """The segment that this process appends to."""
 
     id: int
     file: int
@@ -43,7 +43,7 @@ class _Segment(NamedTuple):
 class BlockStore:
     """One kind of blocks in a folder. Used by one thread at a time; several processes may use one folder.
 
-    What fails on the disk raises OSError; then nothing has changed.
+    An error of the disk raises OSError; then nothing has changed.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class BlockStore:
             raise ConfigurationError(f"cache.kv_offload_disk: {folder} cannot be used: {error}") from error
 
     def close(self) -> None:
-        """Closes all files. What was put is kept."""
+        """Closes all files. Stored blocks are kept."""
         for file in [*self._open_files.values(), *([self._segment.file] if self._segment else [])]:
             os.close(file)
         self._open_files.clear()
@@ -97,11 +97,11 @@ class BlockStore:
     # --- blocks ---
 
     def put(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
-        """Writes blocks by name, without those that are stored already. Returns the number written."""
+        """Writes blocks by name, except the ones that are stored already. Returns the number written."""
         return self._guarded(lambda: self._put(blocks))
 
     def get(self, name: bytes) -> memoryview | None:
-        """Content of a block; None if there is none, or if its digest is wrong: then it is not found any more."""
+        """Content of a block; None if it is missing, or if its digest is wrong: then it is dropped."""
         return self._guarded(lambda: self._get(name))
 
     def drop(self, name: bytes) -> None:
@@ -182,7 +182,7 @@ class BlockStore:
         return len(new)
 
     def _append(self, names: Sequence[tuple[bytes, bytes]], records: Sequence[Record]) -> None:
-        """Writes records behind what this process has written, each by its kind and name."""
+        """Appends records to this process's segment, each by its kind and name."""
         segment = self._own_segment()
         lengths = [sum(len(part) for part in record) for record in records]
         offsets = [self._end + sum(lengths[:number]) for number in range(len(lengths))]
@@ -259,7 +259,7 @@ class BlockStore:
         return came, self._forget_gone()
 
     def _forget_gone(self) -> list[bytes]:
-        """Forgets what lay in segments that are not there any more."""
+        """Forgets the blocks of deleted segments."""
         there = {segment for (segment,) in self._db.execute("SELECT id FROM segments")}
         gone = [name for name, segment in self._places.items() if segment not in there]
         for name in gone:
@@ -307,7 +307,7 @@ class BlockStore:
             raise OSError(f"{num_bytes} bytes do not fit into the block store's {self._max_bytes}")
 
     def _move_kept(self, segment: int) -> int:
-        """Moves the kept blocks of a segment to the one that is appended to; how many bytes. They are at most half of
+        """Moves the kept blocks of a segment to the current one; returns the number of bytes. They are at most half of
         it, and lost where the disk fails.
         """
         if self._segment is not None and self._segment.id == segment:
@@ -332,7 +332,7 @@ class BlockStore:
             self._leave_segment()
 
     def _own_segment(self) -> _Segment:
-        """The one that this process appends to. It is in the index before there is a file."""
+        """The segment that this process appends to. It is in the index before there is a file."""
         if (
             self._segment is not None
             and not self._db.execute("SELECT 1 FROM segments WHERE id = ?", (self._segment.id,)).fetchall()

@@ -37,7 +37,7 @@ class Pins:
 
     def put(self, block_ids: Sequence[int], tenant: str, until_s: float) -> list[int]:
         """Pins the blocks of a prefix, given from its beginning, as far as the budget goes. A pin that lasts longer
-        stays as long. Returns the blocks whose pins gave way, in the order in which they are to be evicted.
+        stays as long. Returns the blocks whose pins were dropped, in the order in which to evict them.
         """
         if not (kept := block_ids[: self.budget]):
             return []
@@ -55,7 +55,7 @@ class Pins:
         return beyond
 
     def drop(self, block_id: int) -> None:
-        """The block is not pinned any more, if it was."""
+        """Removes the block's pin, if it has one."""
         if (pin := self.by_block.pop(block_id, None)) is not None:
             order = self._by_tenant[pin.tenant]
             del order[block_id]

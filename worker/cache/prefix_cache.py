@@ -1,4 +1,4 @@
-"""Prefix cache: which blocks hold which tokens, found by hash, and what has changed for those who follow it.
+"""Prefix cache: the tokens of each cached block, found by hash, and the changes for subscribers.
 
 `CacheFeed` keeps the changes for one listener.
 """
@@ -21,7 +21,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEvicted:
-    """This block is not cached any more."""
+    """This block has left the cache."""
 
     block_hash: bytes
 
@@ -55,8 +55,8 @@ class HashChain:
 class PrefixCache:
     """The blocks that can be shared: a table from hash to block and back. Every call costs O(1) per block.
 
-    A hash has one block. Two sequences that compute the same block side by side keep their own copies; the first copy
-    is the one that others find. Disabled, nothing is ever stored and nothing hashed.
+    A hash has one block. Two sequences that compute the same block side by side keep separate copies; later look-ups
+    find the first copy. Disabled, nothing is ever stored and nothing hashed.
     """
 
     def __init__(self, block_size: int, *, enabled: bool) -> None:
@@ -123,8 +123,8 @@ class PrefixCache:
     def take_events(self) -> list[CacheEvent]:
         """The events since the last call; at the first call, all blocks that are stored.
 
-        A block that was stored and evicted in between is left out, so what is kept is bounded by the number of blocks.
-        Nothing is kept before the first call.
+        A block that was stored and evicted in between is left out, so the number of events is bounded by the number of
+        blocks. Nothing is kept before the first call.
         """
         events: list[CacheEvent] = list(self.contents.values() if self._changes is None else self._changes.values())
         self._changes = {}
@@ -151,7 +151,7 @@ class PrefixCache:
 class CacheFeed:
     """The prefix-cache changes that one listener has not been sent yet: first the whole cache, then what changed.
 
-    A block's latest event replaces an earlier one, so events need no order, and what is kept is bounded by the number
+    A block's latest event replaces an earlier one, so events need no order, and their number is bounded by the number
     of blocks that were stored or evicted since the last `take`.
     """
 

@@ -21,7 +21,7 @@ KIND_BYTES: Final = 1
 
 
 class WrongDigestError(Exception):
-    """A block is not what was stored, or sent."""
+    """A block differs from the one that was stored, or sent."""
 
     def __str__(self) -> str:
         return "a block has a wrong digest"

@@ -2,9 +2,9 @@
 
 A model may have layers that keep a state of fixed size in place of keys and values (docs/state-cache.md). A sequence
 that runs owns one slot for the states of all of them. A slot without an owner may hold a snapshot: the state behind the
-first blocks of some sequence, found by the same hash as the last of these blocks. Slots are handed out and evicted as
-blocks are, and from the same memory: a slot in use takes the place of as many blocks of keys and values as weigh no
-less, and what has been unused for longest makes way, be it a block or a snapshot.
+first blocks of some sequence, found by the same hash as the last of these blocks. Slots are handed out and evicted like
+blocks, and from the same memory: a slot in use occupies the memory of several blocks of keys and values, and the least
+recently used block or snapshot is evicted first.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,8 +17,8 @@ from holdfast.worker.step_plan import StateCopy
 class StateSlots:
     """Slots 0 to `num_slots - 1`. Every call but `deepest` costs O(1).
 
-    Copies are made before the next step computes anything, in the order of the calls: a copy has what the
-    slot held at the call, also where another sequence has the slot by then.
+    Copies are made before the next step computes anything, in the order of the calls: a copy has the slot's content at
+    the call, also if another sequence has the slot by then.
     """
 
     def __init__(
@@ -29,8 +29,8 @@ class StateSlots:
         *,
         max_num_pins: int = 0,
     ) -> None:
-        """Keeps snapshots where `blocks` have a prefix cache. `blocks_per_slot`: blocks of keys and values that a slot
-        takes the place of; 0: slots have memory of their own. `max_num_pins`: snapshots that a tenant may have pinned.
+        """Keeps snapshots where `blocks` have a prefix cache. `blocks_per_slot`: number of blocks whose memory one slot
+        occupies; 0: slots have separate memory. `max_num_pins`: snapshots that a tenant may have pinned.
         """
         self.keeps_snapshots = blocks.prefix_cache.enabled
         self._allocator = BlockAllocator(
@@ -81,7 +81,7 @@ class StateSlots:
         return 0, None
 
     def pin(self, slot: int, tenant: str, until_s: float) -> None:
-        """Evicts a snapshot after all that are not pinned, until then."""
+        """Until then, evicts a snapshot after all unpinned ones."""
         self._allocator.pin([slot], tenant, until_s)
 
     def end_pins(self, now: float) -> None:
@@ -181,8 +181,8 @@ class StateSlots:
         return copies
 
     def take_idle(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Blocks and slots that hold nothing behind the copies that are due, and whose memory is to be given back for
-        others; each is returned once.
+        """Blocks and slots without content after the pending copies, whose memory is returned for other uses; each is
+        returned once.
         """
         idle = tuple(sorted(self._idle_blocks)), tuple(sorted(self._idle_slots))
         self._idle_blocks.clear()
@@ -229,7 +229,7 @@ class StateSlots:
 
     def _evict_next(self) -> None:
         slot = self._allocator.evict_next()
-        assert slot is not None, "nobody lodges with slots"
+        assert slot is not None, "slots have separate memory"
         self._vacate(slot)
 
     def _free(self, slot: int, *, is_extended: bool = False) -> None:

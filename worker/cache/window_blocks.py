@@ -77,8 +77,8 @@ class WindowBlocks:
         return max(0, self._num_kept - self._num_owned)
 
     def find(self, chain: HashChain, token_ids: Sequence[int], longest: int) -> tuple[int, WindowPrefix]:
-        """The longest prefix, of at most so many tokens, whose next token finds all that it sees, and what that is;
-        (0, nothing) where there is none. O(blocks up to `longest`).
+        """The longest prefix, of at most this many tokens, whose next token finds all keys and values in its window,
+        and these blocks; (0, nothing) if there is none. O(blocks up to `longest`).
         """
         size, spacing = self.window.block_size, self.window.spacing
         end = longest // spacing * spacing
@@ -104,8 +104,8 @@ class WindowBlocks:
         return WindowPrefix(first, table.block_ids[first : num_tokens // self.window.block_size])
 
     def begin(self, num_tokens: int, prefix: WindowPrefix, chain: HashChain, ends: Iterable[int]) -> WindowTable:
-        """The table of a sequence of at most so many tokens that begins with a prefix. `ends`: of prefixes that others
-        are likely to begin with.
+        """The table of a sequence of at most this many tokens that begins with a prefix. `ends`: of prefixes that
+        others are likely to begin with.
         """
         size, window = self.window.block_size, self.window
         worth_keeping = [range(window.first_block(end), end // size) for end in ends]
@@ -116,7 +116,9 @@ class WindowBlocks:
         return table
 
     def room(self, table: WindowTable) -> int:
-        """Tokens up to which a table can be extended now, so that all others can still get what is promised to them."""
+        """Tokens up to which a table can be extended now, so that all other tables can still get their reserved
+        blocks.
+        """
         promised = max(0, table.promised - table.num_own)
         spare = max(0, self._allocator.num_free - self.num_owed)
         return (len(table.block_ids) + promised + spare) * self.window.block_size
@@ -145,8 +147,8 @@ class WindowBlocks:
             self.cache.store(table.block_ids[index], table.chain, token_ids, index)
 
     def give_back(self, table: WindowTable, num_tokens: int) -> None:
-        """Gives back blocks after `num_tokens` computed tokens: those that neither the next token sees, nor one behind
-        the last prefix that can be cached.
+        """Returns blocks after `num_tokens` computed tokens: the ones that neither the next token nor a token after the
+        last cacheable prefix sees.
 
         Blocks of no use to other requests are evicted first: otherwise one long prompt would evict the whole cache.
         """
@@ -169,7 +171,7 @@ class WindowBlocks:
         table.block_ids, table.num_given_back, table.promised = (), 0, 0
 
     def forget(self, chain: HashChain, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Takes the blocks of these tokens out of the prefix cache, also those that have owners."""
+        """Takes the blocks of these tokens out of the prefix cache, also blocks with owners."""
         for index in range(num_tokens // self.window.block_size):
             block_id = self.cache.place_of(chain, token_ids, index)
             if block_id is not None:

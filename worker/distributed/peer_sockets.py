@@ -1,9 +1,9 @@
 """Direct TCP connections between the ranks of one replica, for the leader's orders and for activations on CPUs.
 
-The all-reduce of one decoded token is a few hundred bytes, and there are two in every layer. A library with threads of
-its own would have to wake them on both sides for each; a blocking send and receive on the calling thread needs none.
-Each message begins with the kind, number and size of its collective: ranks that are out of step fail, and never add
-what does not belong together, nor run what is no command.
+The all-reduce of one decoded token is a few hundred bytes, and there are two in every layer. A library with separate
+threads would have to wake them on both sides for each message; a blocking send and receive on the calling thread needs
+none. Each message begins with the kind, number and size of its collective: ranks that are out of step fail, and never
+add sums of different collectives, nor run an invalid command.
 """
 
 import os

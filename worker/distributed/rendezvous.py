@@ -1,7 +1,7 @@
 """Rendezvous of a replica's ranks: who calls whom until each rank has a connection to every other one.
 
 Ranks call the leader and say where they listen themselves; when all have come, the leader tells everyone where the
-others are. Nothing listens any more after that. Both ends of each connection prove by HMAC that they know the replica's
+others are. Stops listening. Both ends of each connection prove by HMAC that they know the replica's
 secret, which itself is never sent.
 """
 
@@ -185,7 +185,7 @@ class _Arrival:
 
 
 class _Arrivals:
-    """Callers of one listener, read side by side: one that is silent, slow or gone holds up no other."""
+    """Callers of one listener, read side by side: a silent, slow or closed one holds up no other."""
 
     def __init__(
         self, listener: socket.socket, selector: selectors.BaseSelector, wanted: Collection[int], secret: str

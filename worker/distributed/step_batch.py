@@ -7,9 +7,9 @@
               F idle blocks | G idle slots | Q pooled rows]
 
 It is one int64 array. C, the block copies, and P, the rows that give prompt log-probabilities, are nearly always 0. A
-is S for a model that keeps states, else 0; D are the copies of states. W is S where layers with a window have blocks of
-their own, else 0; E are the copies of those. L is S where a sequence has an adapter, else 0. F and G
-are blocks and slots that are idle, Q the rows whose states are pooled.
+is S for a model that keeps states, else 0; D are the copies of states. W is S if layers with a window have separate
+blocks, else 0; E are the copies of those. L is S where a sequence has an adapter, else 0. F and G are blocks and slots
+that are idle, Q the rows whose states are pooled.
 """
 
 from array import array
@@ -42,27 +42,31 @@ class StepBatch:
 
     step_id: int
     token_ids: IntArray
-    """[T] below 0 in place of one that the step before draws: -1 - its row among the rows that that step draws from."""
+    """[T] below 0 in place of a token that the step before samples: -1 - its row among the sampled rows of that
+    step.
+    """
     first_positions: IntArray
     """[S] position of each sequence's first token of this step."""
     num_tokens: IntArray
     """[S]"""
     num_draws: IntArray
-    """[S] how many of a sequence's last rows are drawn from."""
+    """[S] number of a sequence's last rows from which tokens are sampled."""
     block_ids: IntArray
     """The sequences' block tables, one after the other."""
     num_blocks: IntArray
     """[S] length of each block table."""
     block_copies: IntArray
-    """[3, C] sources, destinations and how many slots, to be copied before the step (see `StepPlan`)."""
+    """[3, C] sources, destinations and numbers of slots, to be copied before the step (see `StepPlan`)."""
     logits_rows: IntArray
-    """[R] rows among T whose logits are wanted: all that are drawn from, in the order of the plan, and after them all
-    that tell prompt logprobs."""
+    """[R] rows among T whose logits are needed: all sampled rows, in the order of the plan, and then all rows with
+    prompt logprobs.
+    """
     state_slots: IntArray = field(default_factory=lambda: _NO_ROWS)
     """[S] the slot of each sequence's state; empty for a model that keeps none."""
     num_drafts: IntArray = field(default_factory=lambda: _NO_ROWS)
-    """[S] how many of a sequence's last tokens are drafts, of a model that keeps states: its next step begins behind
-    those of them that were right, so the state before each of them can be had again. Empty like `state_slots`."""
+    """[S] number of a sequence's last tokens that are drafts, for a model that keeps states: its next step begins after
+    its accepted drafts, so the state before each draft is kept. Empty like `state_slots`.
+    """
     state_copies: IntArray = field(default_factory=lambda: _NO_STATE_COPIES)
     """[2, D] sources and destinations among the slots, to be copied before the step, one after the other."""
     idle_blocks: IntArray = field(default_factory=lambda: _NO_ROWS)
@@ -70,8 +74,8 @@ class StepBatch:
     idle_slots: IntArray = field(default_factory=lambda: _NO_ROWS)
     """Likewise slots."""
     window_block_ids: IntArray = field(default_factory=lambda: _NO_ROWS)
-    """The sequences' block tables of layers with a window, one after the other, where these have blocks of their own;
-    else empty: they have the same blocks as all.
+    """The sequences' block tables of layers with a window, one after the other, if these have separate blocks; else
+    empty: all layers share the blocks.
     """
     num_window_blocks: IntArray = field(default_factory=lambda: _NO_ROWS)
     """[S] length of each such table. Empty like those."""
@@ -88,7 +92,7 @@ class StepBatch:
     num_steps: int = 1
     """Steps to be run: of more than one each row has a token, the next steps' are their argmax."""
     draws: Callable[[], list[DrawParams] | None] | None = None
-    """On the leader, what is drawn from the logits, for an executor that draws in the step itself. Not packed."""
+    """On the leader, the sampling arguments, for an executor that samples in the step. Not packed."""
 
     @classmethod
     def decoding(cls, count: int, context: int, block_size: int) -> "StepBatch":

@@ -42,7 +42,7 @@ class TensorParallelGroup(Protocol):
     data_timeout_s: float = 60.0
     """After this long a rank that others wait for in a sum counts as lost."""
     is_aborted: bool = False
-    """Whether a rank was lost: no rank waits for others any more. Any thread may look."""
+    """Whether a rank was lost: then no rank waits for others. Any thread may look."""
     own_host: str = ""
     """Address of this rank's host by which the leader reaches it; empty on the leader."""
 
@@ -69,11 +69,11 @@ class TensorParallelGroup(Protocol):
         ...
 
     def abort(self) -> None:
-        """Ends what waits for other ranks, after one was lost; from any thread. It may take forever itself."""
+        """Ends all waits for other ranks, after one was lost; from any thread. It may take forever itself."""
         self.is_aborted = True
 
     def close(self) -> None:
-        """Delivers what was broadcast and leaves the group."""
+        """Delivers pending broadcasts and leaves the group."""
         ...
 
 
@@ -115,7 +115,7 @@ _LOST = _RankLoss("a rank of the replica was lost")
 
 
 class DistributedGroup(TensorParallelGroup):
-    """Ranks in processes of their own. All of them prove to each other that they know the secret of the rendezvous.
+    """Ranks in separate processes. All of them prove to each other that they know the secret of the rendezvous.
 
     Orders and activations in main memory go over one connection to each rank (`peer_sockets.py`), and activations on
     GPUs over NCCL; then there is one group per process at a time, since torch.distributed's default group belongs to

@@ -32,7 +32,7 @@ class AdapterGoneError(ConfigurationError):
 
 
 class RankAdapters:
-    """One rank's part: reads, checks and packs on a thread, and puts what is packed in a slot."""
+    """One rank's part: reads, checks and packs an adapter on a thread, and puts it in a slot."""
 
     def __init__(self, executor: Callable[[], CpuExecutor], places: AdapterPlaces, group: TensorParallelGroup) -> None:
         """`executor`: of the weights that are served now."""
@@ -80,7 +80,9 @@ class RankAdapters:
         threading.Thread(target=load, name="adapter", daemon=True).start()
 
     def take(self, ticket: int, slot: int) -> Exception | None:
-        """Puts what was loaded in a slot if all ranks have it; else the reason, as this rank knows it."""
+        """Puts the loaded adapter in a slot if all ranks have it; otherwise returns the reason, as this rank knows
+        it.
+        """
         future = self._loads.pop(ticket)
         failure = future.exception()
         loaded = self._group.all_gather(torch.tensor([failure is None], dtype=torch.uint8), dim=0)

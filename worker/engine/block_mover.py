@@ -1,10 +1,10 @@
-"""Block mover of one rank: copies blocks between its caches and its block store, on a thread of its own, and between
-its caches and those of the same rank of other replicas (`block_sockets.py`).
+"""Block mover of one rank: copies blocks between its caches and its block store, on a separate thread, and between its
+caches and those of the same rank of other replicas (`block_sockets.py`).
 
-The thread that runs the rank's steps copies rows out of the caches and into them, between two steps; all that concerns
-the disk, sockets, digests and encryption is done elsewhere. Reading goes before writing. Blocks are read in pieces, so
-that the first are in the cache while the last are read. No thread ever waits for the disk but this one, and, for a
-moment, a rank whose piece is late.
+The thread that runs the rank's steps copies rows out of the caches and into them, between two steps; disk, sockets,
+digests and encryption are handled elsewhere. Reading goes before writing. Blocks are read in pieces, so that the first
+are in the cache while the last are read. No thread ever waits for the disk but this one, and, for a moment, a rank
+whose piece is late.
 """
 
 import logging
@@ -36,7 +36,7 @@ NEWS_S: Final = 1.0
 LATE_S: Final = 0.5
 """Seconds to wait for a piece that the leader already has."""
 PAUSE_S: Final = 5.0
-"""After a write that failed none is tried for so long."""
+"""Pause in seconds after a failed write."""
 _CLOSE_S: Final = 5.0
 
 
@@ -91,7 +91,7 @@ class BlockMover:
             self._thread.start()
 
     def close(self) -> None:
-        """Writes what is staged, if the disk is quick, and ends."""
+        """Writes the staged blocks, if the disk is quick, and ends."""
         with self._changed:
             self._closed = True
             receivers = [fetch.receiver for fetch in self._fetches.values() if fetch.receiver is not None]
@@ -144,7 +144,7 @@ class BlockMover:
         return batch
 
     def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
-        """Begins to read these blocks, `piece` of them at a time. No names: what the ticket was for is not wanted."""
+        """Begins to read these blocks, `piece` of them at a time. No names: the ticket's blocks are not wanted."""
         with self._changed:
             if names:
                 self._fetches[ticket] = _Fetch(ticket, names, piece)
@@ -328,7 +328,7 @@ class BlockMover:
             return not self._closed and self._fetches.get(fetch.ticket) is fetch
 
     def _note_received(self, fetch: _Fetch, sender: Sender, error: Exception | None) -> None:
-        """The connection is closed. A piece that is not whole is handed on, and then what is missing is computed."""
+        """The connection is closed. An incomplete piece is handed on, and its missing blocks are computed."""
         self.counts.num_received_bytes += fetch.num_bytes
         if not sender.is_computing:
             self.counts.note_speed(sender.address[0], time.monotonic() - fetch.began_s, fetch.num_bytes)

@@ -124,7 +124,7 @@ class BlockServer:
                 self._changed.notify_all()
 
     def end(self, transfer: bytes) -> None:
-        """Ends a transfer behind what was sent."""
+        """Ends a transfer after the blocks that were sent."""
         with self._changed:
             outgoing = self._open.get(transfer)
             if outgoing is not None:
@@ -193,7 +193,7 @@ class BlockServer:
             self._tell_of_room()
 
     def _taken(self, transfer: bytes) -> _Outgoing | None:
-        """A transfer that no other connection has, once it is known."""
+        """A transfer without a connection, once it is known."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or transfer in self._open, HANDSHAKE_S)
             outgoing = self._open.get(transfer)
@@ -222,7 +222,7 @@ class BlockServer:
             self._tell_of_room()
 
     def _forget_missed(self) -> None:
-        """Nobody has connected for these transfers."""
+        """No peer has connected for these transfers."""
         oldest_s = time.monotonic() - 2 * HANDSHAKE_S
         with self._changed:
             for transfer, outgoing in list(self._open.items()):
@@ -241,7 +241,7 @@ class BlockServer:
 
 
 class BlockReceiver:
-    """Receives the blocks of one transfer on a thread of its own."""
+    """Receives the blocks of one transfer on a separate thread."""
 
     def __init__(
         self,
@@ -251,8 +251,8 @@ class BlockReceiver:
         on_blocks: Callable[[Sequence[Block]], bool],
         on_end: Callable[[Exception | None], None],
     ) -> None:
-        """`names` are those of the blocks in order. `on_blocks` takes those that are right, in order; it returns
-        whether more are wanted, and may wait. `on_end` is called once: with what went wrong, or None.
+        """`names` are those of the blocks in order. `on_blocks` takes correct blocks, in order; it returns whether more
+        are wanted, and may wait. `on_end` is called once: with what went wrong, or None.
         """
         self._address = address
         self._key = key
@@ -324,7 +324,7 @@ def _send_parts(connection: socket.socket, parts: Sequence[memoryview | bytes]) 
 
 
 def _received_frame(connection: socket.socket, sealer: Sealer, names: Sequence[bytes]) -> list[Block] | None:
-    """The next blocks; None at the end. Raises `WrongDigestError`, or ValueError for what no sender sends."""
+    """The next blocks; None at the end. Raises `WrongDigestError`, or ValueError for a malformed message."""
     count, num_bytes = _HEAD.unpack(_received(connection, _HEAD.size))
     if not count:
         return None

@@ -1,9 +1,9 @@
-"""Block tier: which blocks go from the prefix cache to the store below it, and what the store has; without IO. Without
-a store, blocks go to other replicas and come from them alone.
+"""Block tier: decides which blocks go from the prefix cache to the store below it, and tracks the store's content;
+without IO. Without a store, blocks go to other replicas and come from them alone.
 
-Blocks that the cache has and the store has not are copied to it between two steps, in the order in which they
-were computed, as far as a budget of time goes: a share of what the steps take, and all of it while nothing runs. So
-nearly all blocks are down long before they are evicted; those that are evicted before are lost.
+Cached blocks that the store lacks are copied to it between two steps, in the order in which they were computed, within
+a time budget: a share of the steps' time, and all of it while nothing runs. So nearly all blocks are stored long before
+they are evicted; a block that is evicted earlier is lost.
 
 `restores.py` brings them back, and `sendings.py` sends blocks to other replicas.
 
@@ -53,7 +53,7 @@ class PinTakeover:
         return self._pinning.held(now)
 
     def take(self, prefixes: Iterable[PinnedPrefix], source: str, now: float) -> None:
-        """Takes over what the replica at this address has pinned."""
+        """Takes over the pinned prefixes of the replica at this address."""
         self._waiting += [_Waiting(one, source, now + one.ttl_s) for one in prefixes]
         self._go_on(now)
 
@@ -139,7 +139,7 @@ class BlockTier:
     # --- what can be had ---
 
     def learn(self, came: Iterable[bytes], gone: Iterable[bytes]) -> None:
-        """The store has got, and lost, what has these names."""
+        """The store has gained, and lost, the blocks of these names."""
         for name in came:
             if name not in self._stored:
                 self._stored.add(name)
@@ -150,7 +150,7 @@ class BlockTier:
             self._forget(name)
 
     def forget(self) -> None:
-        """Forgets its blocks: what is cached and stored belongs to other weights now."""
+        """Forgets its blocks: cached and stored blocks belong to other weights now."""
         self._to_store.clear()
         self._states_to_store.clear()
         for name in list(self._stored):
@@ -198,7 +198,7 @@ class BlockTier:
     # --- down ---
 
     def note(self, events: Iterable[CacheEvent], state_events: Iterable[CacheEvent] = ()) -> None:
-        """Takes in what has changed in the caches since the last call."""
+        """Takes in the changes of the caches since the last call."""
         for kind, queue, changes in (
             (KV, self._to_store, events),
             (STATE, self._states_to_store, state_events),

@@ -50,7 +50,7 @@ STOP_LIMIT_S: Final = 30.0
 
 
 class Engine:
-    """A scheduler and a runner on a thread of their own. All methods are safe to call from any thread."""
+    """A scheduler and a runner on a separate thread. All methods are safe to call from any thread."""
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class Engine:
             self._thread.start()
 
     def stop(self, timeout_s: float = STOP_LIMIT_S) -> None:
-        """Aborts what is running, answers everyone and joins the thread. Safe to call twice.
+        """Aborts running requests, answers all listeners and joins the thread. Safe to call twice.
 
-        A thread that does not end, as one that waits for a device whose peer has died, is left behind after
-        `timeout_s`; everyone is answered on this thread then.
+        A thread that does not end, such as one that waits for a device whose peer has died, is abandoned after
+        `timeout_s`; all listeners are then answered on this thread.
         """
         if self._ends_before_start(ReplicaError("the replica was stopped before it was started")):
             return
@@ -118,7 +118,9 @@ class Engine:
                 self.give_up(ReplicaError(f"the engine did not end within {timeout_s:.0f} s"))
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the engine has ended, after at most so long. One that was not started has ended if it was stopped."""
+        """Whether the engine has ended, after at most so long. An engine that was not started has ended once it was
+        stopped.
+        """
         if not self._has_started:
             return self._inbox.closed_by is not None
         self._thread.join(timeout_s)
@@ -146,7 +148,7 @@ class Engine:
         self._inbox.put_unless_closed(lambda: self._core.follow_cache(listener))
 
     def detach(self, listener: StepListener) -> None:
-        """`listener` gets no more updates, and its requests are aborted."""
+        """`listener` gets no further updates, and its requests are aborted."""
         self._inbox.put_unless_closed(lambda: self._core.detach(listener))
 
     def submit(self, request: EngineRequest, listener: StepListener, attempt: Hashable = None) -> None:
@@ -200,8 +202,8 @@ class Engine:
         return future.result(timeout_s)
 
     def between_steps(self, action: Callable[[], Result]) -> "Future[Result]":
-        """Runs `action` on the engine's thread, while no step is in flight. The future has what it returned or
-        raised; if the engine ends before, why it did. Raises `ReplicaError` if the engine has ended.
+        """Runs `action` on the engine's thread, while no step is in flight. The future has the result or the error; if
+        the engine ends before, the reason. Raises `ReplicaError` if the engine has ended.
         """
         future: Future[Result] = Future()
         self._inbox.put(lambda: self._settle(future, action))
@@ -311,8 +313,8 @@ class Engine:
             self._tune(self._tuner, plan.with_drafts(result.drafts) if result.drafts else plan, turn_s, num_gained)
 
     def _launch_steps(self, now: float) -> None:
-        """Plans and launches what the runner can take now: a step if it has none, and the successor of the one it has,
-        if the runner and the scheduler can go on before its result.
+        """Plans and launches steps as far as the runner accepts them now: one step if it has none, and the following
+        one if the runner and the scheduler can continue before its result.
         """
         scheduler = self._core.scheduler
         if not self._steps.plans and (plan := scheduler.plan(now, self._run_length.max_steps)) is not None:
@@ -326,7 +328,7 @@ class Engine:
         self._steps.launch(plan)
 
     def _land(self) -> None:
-        """Takes in the steps that are in flight. What they drew is delivered next time."""
+        """Takes in the steps that are in flight. Their tokens are delivered next time."""
         while self._steps.plans:
             self._core.commit(*self._steps.collect())
 

@@ -44,7 +44,7 @@ class EngineCore:
         """The scheduler, for plans and statistics. Requests are added and removed, and results committed, through the
         core."""
         self._output_queues: dict[StepListener, OutputQueue] = {}  # in order of attaching
-        self._feeds: dict[StepListener, CacheFeed] = {}  # of those that follow the cache
+        self._feeds: dict[StepListener, CacheFeed] = {}  # the subscribers of the cache
         self._owners: dict[Hashable, StepListener] = {}  # by the keys of requests that have not ended
         self.suspects: Suspects[StepListener] = Suspects()
         """While it `has_news`, it must be sent to the listeners before a plan is run: the step may end the process."""
@@ -89,7 +89,7 @@ class EngineCore:
         self._output_queues.setdefault(listener, OutputQueue())
 
     def detach(self, listener: StepListener) -> None:
-        """`listener` gets no more updates, and its requests are aborted."""
+        """`listener` gets no further updates, and its requests are aborted."""
         self._reject_dropped()
         self._output_queues.pop(listener, None)
         self._feeds.pop(listener, None)
@@ -98,7 +98,7 @@ class EngineCore:
             self.abort(attempt)
 
     def follow_cache(self, listener: StepListener) -> None:
-        """The updates of an attached listener say what the prefix cache holds: all of it, then changes."""
+        """The updates of an attached listener report the prefix cache's content: first all of it, then changes."""
         output_queue = self._output_queues.get(listener)
         if output_queue is not None:
             # Earlier events that have not been taken follow, and agree with this on each block.
@@ -259,7 +259,7 @@ class EngineCore:
     # --- steps ---
 
     def commit(self, plan: StepPlan, result: StepResult, step_s: float) -> int:
-        """Takes in what the oldest plan in flight drew, and the seconds that took. Returns how many tokens were gained.
+        """Takes in the result of the oldest plan in flight, and its seconds. Returns the number of tokens gained.
 
         Raises `ReplicaError` if the model's logits are NaN or infinite and no single request is the cause.
         """
@@ -278,8 +278,8 @@ class EngineCore:
         return num_tokens
 
     def _reject_dropped(self, *, has_others: bool = False) -> None:
-        """Rejects what the scheduler has dropped; `has_others`: other requests got tokens in the step that dropped
-        these. Raises as `commit`.
+        """Rejects requests that the scheduler has dropped; `has_others`: other requests got tokens in the step that
+        dropped these. Raises as `commit`.
         """
         not_finite = []
         for one in self.scheduler.take_dropped():
@@ -359,7 +359,7 @@ class EngineCore:
     # --- internals ---
 
     def _keep(self, deltas: Sequence[TokenDelta]) -> int:
-        """Keeps each delta for the owner of its request; returns how many tokens they have."""
+        """Keeps each delta for the owner of its request; returns their number of tokens."""
         if self.suspects.requests:
             self.suspects.note(deltas)
         owners, output_queues = self._owners, self._output_queues
@@ -375,7 +375,7 @@ class EngineCore:
         return num_tokens
 
     def _note_cache_events(self) -> None:
-        """Keeps the prefix cache's events for those that follow it; while none does, they are not asked for."""
+        """Keeps the prefix cache's events for its subscribers; without any, they are not collected."""
         blocks, slots = self.scheduler.caches
         events, states = blocks.prefix_cache.take_events(), [] if slots is None else slots.take_events()
         if self.tier is not None and self.tier.has_store:

@@ -38,7 +38,8 @@ class WaitedMasks:
     def wait(self, limit_s: float, note_progress: Callable[[], None]) -> tuple[dict[int, bytes], bool]:
         """The masks by row, and whether they are all there in time. `limit_s` is for each sequence.
 
-        One that takes longer gets `NONE_FITS`, and so do those behind it, which the thread has not come to.
+        A request whose mask takes longer gets `NONE_FITS`, and so do the ones after it, which the thread has not
+        reached.
         """
         num_found, waited_s = 0, 0.0
         while True:
@@ -57,7 +58,7 @@ class WaitedMasks:
 
 
 class GrammarMasks:
-    """The masks of one replica's steps. They are made on a thread of their own, while the model runs."""
+    """The masks of one replica's steps. They are made on a separate thread, while the model runs."""
 
     def __init__(self, path: str, eos_token_ids: frozenset[int], make_matchers: MakeMatchers | None = None) -> None:
         """`path`: where the tokenizer is, as `ModelInfo` says. Tests replace llguidance by `make_matchers`."""

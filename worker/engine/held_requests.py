@@ -1,7 +1,7 @@
 """Requests that an engine holds until their prefix's blocks (from the disk or another replica) or their LoRA adapter
 have been loaded. Without IO.
 
-A slot is given to another adapter only when no request with the one that it holds is open.
+A slot is given to another adapter only when its current adapter has no open request.
 """
 
 import logging
@@ -64,7 +64,7 @@ class HeldRequests:
         return [attempt for restore in restores for attempt, held in self.for_blocks.items() if held.restore is restore]
 
     def take(self, attempt: Hashable) -> HeldRequest:
-        """Takes out one that waits for blocks. A restore ends with the last request that waits for it."""
+        """Takes out a request that waits for blocks. A restore ends with the last request that waits for it."""
         held = self.for_blocks.pop(attempt)
         if all(other.restore is not held.restore for other in self.for_blocks.values()):
             assert self.tier is not None, "blocks are brought back"
@@ -93,7 +93,7 @@ class AdapterDesk:
         later: Callable[[int], Callable[[], None]],
     ) -> None:
         """`slots`: the scheduler's, of resident adapters by digest, in the order of last use. `in_use`: digests of open
-        requests. `later(ticket)` makes what a thread calls when a load is over: it has `loaded` called.
+        requests. `later(ticket)` returns the callback for the end of a load: it runs `loaded` on the engine's thread.
         """
         self._free = list(range(num_slots, 0, -1))
         self._slots = slots
@@ -103,7 +103,7 @@ class AdapterDesk:
         self._num_loads = 0
         self.waiting: dict[Hashable, HeldRequest] = {}
         """Requests by attempt, in order of arrival."""
-        self._full: dict[str, Adapter] = {}  # that are to be loaded once there is a slot
+        self._full: dict[str, Adapter] = {}  # to be loaded once there is a slot
 
     def is_ready(self, adapter: Adapter) -> bool:
         """Whether it is resident. That counts as a use."""
@@ -114,7 +114,7 @@ class AdapterDesk:
         return True
 
     def hold(self, attempt: Hashable, held: HeldRequest) -> None:
-        """Holds a request until its adapter is resident, which is loaded if no other request has it loaded."""
+        """Holds a request until its adapter is resident. Begins the load if no other request has."""
         adapter = held.request.adapter
         assert adapter is not None
         self.waiting[attempt] = held
@@ -155,7 +155,7 @@ class AdapterDesk:
         return ready, None if failure is None else _refusal(adapter, failure)
 
     def _has_slot(self) -> bool:
-        """Whether there is a slot besides those that are reserved; frees the least recently used one if necessary."""
+        """Whether there is a slot besides the reserved ones; frees the least recently used one if necessary."""
         if len(self._free) > len(self._loading):
             return True
         in_use = self._in_use()

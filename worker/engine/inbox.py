@@ -1,5 +1,5 @@
-"""Inbox and output queues of an engine: commands from any thread for the one that runs the steps, and what each
-listener has not been sent yet.
+"""Inbox and output queues of an engine: commands from any thread for the one that runs the steps, and unsent updates of
+each listener.
 """
 
 import queue
@@ -16,7 +16,7 @@ Command: TypeAlias = Callable[[], None]
 
 
 class Inbox:
-    """A queue that is closed once, for a reason. Nothing comes in after that, and what is in stays to be taken."""
+    """A queue that is closed once, for a reason. No further commands are accepted; the accepted ones remain."""
 
     def __init__(self) -> None:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -76,7 +76,7 @@ class OutputQueue:
         return bool(self.is_new or self.deltas or self.rejections or (self.cache and self.cache.has_news))
 
     def take(self, step_id: int, load: EngineLoad, stats: EngineStats | None) -> StepUpdate:
-        """The update to send now; what is in it is not sent again."""
+        """The update to send now; its content is not sent again."""
         update = StepUpdate(
             step_id=step_id,
             deltas=tuple(self.deltas),

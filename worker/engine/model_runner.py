@@ -144,8 +144,9 @@ class ModelRunner:
         return current, AdapterPlaces(stated, self._group)
 
     def reload(self, folder: str, version: str) -> None:
-        """Takes the weights of another folder, of a model that differs from this one in nothing else. All ranks call
-        this together, between two steps; what the cache holds is lost. For as long as it takes there are two models.
+        """Takes the weights of another folder, of a model that differs from this one only in its weights. All ranks
+        call this together, between two steps; the cache's content is lost. For as long as it takes there are two
+        models.
 
         Raises `ConfigurationError` or `UnsupportedModelError` on every rank where that is not possible; then nothing
         has changed. Raises `ReplicaError` where it is possible on some ranks alone: the replica is to end.
@@ -172,7 +173,7 @@ class ModelRunner:
 
     def _agreed(self, stage: Callable[[], _T]) -> _T:
         """The result of `stage`, which has no effect on another. Raises its error if it failed on every rank, and
-        `ReplicaError` if it failed on some: those that go on would run other steps than those that do not.
+        `ReplicaError` if it failed on some: the ranks would differ in their next steps.
         """
         error: Exception | None = None
         try:
@@ -196,7 +197,7 @@ class ModelRunner:
         return self.backend.sampler
 
     def execute(self, batch: StepBatch) -> HeadOutput:
-        """Runs one step. What the leader gets counts."""
+        """Runs one step. The leader's result counts."""
         if self._device.index is not None:
             self.enter_device()
         return self.backend.run(batch, with_logits=batch.with_logits)
@@ -222,14 +223,14 @@ class ModelRunner:
             self._entered_by = thread
 
     def close(self) -> None:
-        """Frees what the backend holds. Nothing is run after it."""
+        """Frees the backend's memory. Nothing is run after it."""
         if self.mover is not None:
             self.mover.close()
         self.backend.close()
 
 
 class LeaderRunner:
-    """Runs plans on all ranks of a replica: what the engine calls."""
+    """Runs plans on all ranks of a replica, for the engine."""
 
     def __init__(self, runner: ModelRunner, group: TensorParallelGroup) -> None:
         self._runner = runner
@@ -267,7 +268,7 @@ class LeaderRunner:
     def launch(self, plan: StepPlan, before: StepPlan | None) -> LaunchedStep:
         """Starts one step everywhere, and its draws. `before` is the plan of the step before, if that one is in flight.
 
-        Waits for the masks of grammars, while the device is busy, and for nothing else.
+        Waits only for the masks of grammars, while the device is busy.
         """
         waiting = self._grammars.start(plan)
         batch = self._ordered(plan, before)
@@ -317,7 +318,7 @@ class LeaderRunner:
         return batch
 
     def _masks(self, waiting: WaitedMasks) -> dict[int, bytes]:
-        """Waiting for masks counts as progress, though nothing else moves: a replica does not end of a slow grammar."""
+        """Waiting for masks counts as progress: a slow grammar does not end a replica."""
         return self._grammars.collect(waiting, self._runner.progress.tick)
 
     def reload(self, folder: str, version: str) -> ModelInfo:

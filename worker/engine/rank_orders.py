@@ -4,9 +4,8 @@ from stores and other replicas.
     block order:  [kind, ticket, blocks of a piece, C, N, T | C sources | C destinations | N places | N names of 3 words
                    | T bytes of text]
 
-Each is one int64 array. A block order is sent between two steps, so a rank's caches are what they are on the leader
-when it is carried out. A rank stores, sends and receives its own share of a block, and a block is there only if all
-shares are.
+Each is one int64 array. A block order is sent between two steps, so a rank's caches then equal the leader's. A rank
+stores, sends and receives its own share of a block, and a block is there only if all shares are.
 """
 
 import ipaddress
@@ -109,7 +108,7 @@ class RankMover:
     def of(
         cls, config: WorkerConfig, info: ModelInfo, memory: BlockMemory | None, group: TensorParallelGroup
     ) -> "RankMover | None":
-        """Makes the block mover of the settings. Raises `ConfigurationError` where this model or machine has none."""
+        """Makes the block mover of the settings. Raises `ConfigurationError` if this model or machine has none."""
         wanted = config.cache.offload_folder_and_bytes
         if wanted is not None:
             _check(config, memory)
@@ -219,8 +218,8 @@ class RankMovers:
         self._own = own
         self._group = group
         self.asker: Callable[[int, BlockSource, Sequence[bytes], int, float], None] | None = None
-        """Asks another replica to send blocks: a ticket, the replica, their names, the blocks of a piece, and how many
-        seconds there are for it. None: no other replica can be reached.
+        """Asks another replica to send blocks: a ticket, the replica, their names, the blocks of a piece, and a timeout
+        in seconds. None: no other replica can be reached.
         """
 
     @property

@@ -59,8 +59,8 @@ class NonFiniteGuard:
         return questions
 
     def note_step(self, broken: Sequence[DroppedRequest], *, has_others: bool) -> ReplicaError | None:
-        """The `broken` requests got no token in this step; `has_others`: other requests did. What is wrong where the
-        replica may be at fault: several requests ran and none had finite logits.
+        """The `broken` requests got no token in this step; `has_others`: other requests did. The fault where the
+        replica may be the cause: several requests ran and none had finite logits.
         """
         if has_others:
             self.in_a_row.clear()
@@ -81,7 +81,7 @@ class NonFiniteGuard:
         self.in_a_row.clear()
 
     def take_in_doubt(self) -> list[Hashable]:
-        """Attempts in doubt, which are so no more."""
+        """Attempts that are cleared of doubt."""
         taken, self.in_doubt = self.in_doubt, []
         return taken
 

@@ -1,11 +1,11 @@
 """Restores: prefixes that come from the store below the cache, or from another replica. A core without IO.
 
-A request whose prefix goes on there is held until its blocks are in the cache, where that is sooner than to
-compute them, and then submitted as if it had come just now. It finds them as it finds any cached block: nothing but
-the cache knows where they came from. Restores that memory has no room for beside what runs and each other would evict
-each other's blocks: they wait for room, in the order of their classes, and tenants take turns. Computing would wait for
-the same room; but it can preempt a worse class, so beside one a request waits for room no longer than computing would
-take. Once its blocks are being read it waits for them no longer than that.
+A request whose prefix goes on there is held until its blocks are in the cache, where that is sooner than to compute
+them, and then submitted as if it had come just now. It finds them as it finds any cached block: nothing but the cache
+knows where they came from. Restores that do not fit into memory beside running requests and each other would evict each
+other's blocks: they wait for room, in the order of their classes, and tenants take turns. Computing would wait for the
+same room; but it can preempt a worse class, so beside one a request waits for room no longer than computing would take.
+Once its blocks are being read it waits for them no longer than that.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -51,11 +51,11 @@ class Restores:
         can_preempt: Callable[[Priority], bool],
         moves: set[int],
     ) -> None:
-        """`stored` are the names in the store; `lose` is called with one that turns out not to be there.
+        """`stored` are the names in the store; `lose` is called with a name that the store turns out not to have.
 
-        `computing_s`: how long it takes to compute so many tokens of a prompt, from a position on; infinite where
-        nothing was measured yet. `num_waiting`: requests of a class and of better ones that wait for memory or a slot.
-        `can_preempt`: whether a request of a class could preempt one that runs. `moves` has a ticket while its restore
+        `computing_s`: seconds to compute this many tokens of a prompt, from a position on; infinite before any
+        measurement. `num_waiting`: number of requests of a class or a better one that wait for memory or a slot.
+        `can_preempt`: whether a request of a class could preempt a running one. `moves` has a ticket while its restore
         is open.
         """
         self._allocator = allocator
@@ -96,7 +96,7 @@ class Restores:
 
     def bring(self, prefix: PinnedPrefix, source: str, now: float) -> Restore | None:
         """Restores a prefix that the replica at this address has pinned, as far as it is not here; None: all of it is.
-        It waits for room behind all that requests wait for.
+        It waits for room after all waiting requests.
         """
         num_tokens = (len(prefix.hashes) - 1) * self._allocator.block_size
         chain, there = HashChain.known(prefix.hashes), BlockSource(source, num_tokens)
@@ -116,8 +116,8 @@ class Restores:
         return restore
 
     def fetch_ahead(self, request: EngineRequest, now: float) -> None:
-        """Fetches a prefix for a request that comes later, from the replica that computes it now. Nobody waits for it
-        until then; where it has no room at once, or would not be here sooner, it is left.
+        """Fetches a prefix for a request that comes later, from the replica that computes it now. No request waits for
+        it until then; without room now, or if computing is faster, it is dropped.
         """
         source, token_ids = request.block_source, request.prompt_token_ids
         if source is None or not self._mover.can_ask or self._slots is not None:
@@ -168,7 +168,7 @@ class Restores:
         return self._computing_s(position, restore.num_tokens)
 
     def _has_room(self, restore: Restore) -> bool:
-        """Whether the blocks fit beside what runs and the restores that have begun, and no request or restore of its
+        """Whether the blocks fit beside running requests and restores that have begun, and no request or restore of its
         class or a better one waits for room before it.
         """
         others = [other for other in self._restores.values() if other is not restore]
@@ -184,7 +184,7 @@ class Restores:
         return sum(needed) <= self._allocator.num_free
 
     def _is_due(self, restore: Restore, now: float) -> bool:
-        """Whether it is given up, and what is missing is computed."""
+        """Whether it is given up, and the missing blocks are computed."""
         if restore.is_begun or (self._can_preempt(restore.priority) and not restore.is_handed_on):
             return now >= restore.computed_s
         return now >= restore.due_s
@@ -200,12 +200,12 @@ class Restores:
             self._mover.ask(restore.ticket, restore.source, restore.names, self._shape.piece, lasts_s)
 
     def _begin_waiting(self, now: float) -> None:
-        """Begins restores for which there is room now, of what is in the store alone now."""
+        """Begins restores that fit now, of blocks that only the store has."""
         for restore in sorted((one for one in self._restores.values() if not one.is_begun), key=lambda one: one.order):
             if not self._has_room(restore):
                 return
             promised = self._promised(restore.chain, restore.token_ids, restore.priority, restore.source)
-            if promised is None:  # what it waited for is here, or lost
+            if promised is None:  # its blocks are here, or lost
                 restore.has_failed = True
                 continue
             restore.first, restore.names, restore.depth = promised.first, promised.names, promised.depth
@@ -258,7 +258,9 @@ class Restores:
     def _deepest_state(
         self, chain: HashChain, token_ids: Sequence[int], usable: int, end: int
     ) -> tuple[int, tuple[bytes, ...]]:
-        """Behind how many blocks, of more than `usable` and up to `end`, a state is; its name if it is not here."""
+        """Number of blocks, above `usable` and up to `end`, after which there is a state; its name if it is only in the
+        store.
+        """
         assert self._slots is not None, "the model keeps states"
         for depth in range(end, usable, -1):
             block_hash = chain.hash_of(depth - 1, token_ids, self._allocator.block_size)
@@ -274,8 +276,8 @@ class Restores:
             restore.num_ready += 1
 
     def settle(self, ticket: int, num_blocks: int) -> Sequence[bytes]:
-        """Another replica sends this number of the requested blocks. Returns the names to expect, a snapshot after them
-        included; empty: no request waits for them any more, or they are of no use.
+        """Another replica sends this number of the requested blocks. Returns the names to expect, including a snapshot
+        after them; empty: no request waits for them, or they are of no use.
         """
         restore = self._restores.get(ticket)
         if restore is None:
@@ -318,7 +320,7 @@ class Restores:
         return over
 
     def end(self, restore: Restore) -> None:
-        """Nobody waits for it any more."""
+        """No request waits for it any longer."""
         if self._restores.pop(restore.ticket, None) is None:
             return
         self._moves.discard(restore.ticket)

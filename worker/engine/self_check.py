@@ -48,7 +48,7 @@ class Outcome(IntEnum):
 
 
 class SelfCheck:
-    """Runs the check. `run` gives the logits of all rows of a plan, float32 [tokens, vocab], in memory of their own.
+    """Runs the check. `run` gives the logits of all rows of a plan, float32 [tokens, vocab], in separate memory.
 
     They are compared by numpy, on one thread: torch's wait for each other, busily, after every operation.
     """
@@ -60,7 +60,7 @@ class SelfCheck:
         self._tokens: list[list[int]] = []
         self._blocks: list[tuple[int, ...]] = []
         self._window_blocks: list[tuple[int, ...]] = []
-        # The first blocks, for memory is taken ahead up to the last one that was used; downwards, as tables may be.
+        # The first blocks, since memory is prefaulted up to the last one that was used; descending, as tables may be.
         most = sum(self._num_blocks(want) + self._num_window_blocks(want) for want in self._wanted())
         ids = iter(range(min(most, info.num_blocks) - 1, -1, -1))
         free = info.num_blocks

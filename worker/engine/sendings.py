@@ -1,8 +1,8 @@
 """Sendings: blocks that go to other replicas. A core without IO.
 
-Another replica asks for blocks by name. Those that are cached are copied between two steps, in the order in which they
-were asked for, as far as a budget of time goes: a share of what the steps take, and all of it while nothing runs. No
-block is held for it: one that is evicted meanwhile ends the sending, and the other replica computes the rest.
+Another replica asks for blocks by name. Cached blocks are copied between two steps, in the order of the requests,
+within a time budget: a share of the steps' time, and all of it while nothing runs. No block is pinned for it: if a
+block is evicted meanwhile, the transfer ends, and the other replica computes the rest.
 """
 
 from collections.abc import Sequence
@@ -78,8 +78,8 @@ class Sendings:
         return ()
 
     def begin(self, names: Sequence[bytes], now: float, lasts_s: float, *, waits: bool = False) -> int:
-        """Begins to send what was found, for `lasts_s` at most; its number, by which ranks know it. `waits`: blocks are
-        sent once they are here.
+        """Begins to send the found blocks, for `lasts_s` at most; returns the number by which ranks know it. `waits`:
+        blocks are sent once they are here.
         """
         self._count += 1
         sending = Sending(number=self._count, names=names, due_s=now + (STALL_S if waits else lasts_s), waits=waits)
@@ -121,7 +121,7 @@ class Sendings:
             self._end(sending)
 
     def _next_places(self, sending: Sending, is_idle: bool) -> list[Place]:
-        """The next blocks to copy, a piece at most; none if the steps have no time for it, or none is here."""
+        """The next blocks to copy, one piece at most; none if the steps leave no time, or none is here."""
         each_s = self._mover.counts.copy_s_per_byte
         names = sending.names[sending.num_sent : sending.num_sent + self._shape.piece]
         if not is_idle:

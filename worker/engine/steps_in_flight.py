@@ -40,7 +40,7 @@ def step_result(
 ) -> StepResult:
     """Result of a step from its `output` for the wanted rows. `masks` are those of rows that have a grammar.
 
-    Rows with NaN or infinity give `NO_TOKEN`, and those whose grammar has a dead end `DEAD_END`; the other rows are not
+    Rows with NaN or infinity give `NO_TOKEN`, and rows whose grammar has a dead end `DEAD_END`; other rows are not
     affected.
     """
     if output.steps is not None:
@@ -59,7 +59,7 @@ def step_result(
 def sampled_result(
     plan: StepPlan, sampled: Sampled, dead: Collection[int] = (), chosen: ChosenLogprobs | None = None
 ) -> StepResult:
-    """Result of a step from what was sampled, sequence by sequence. No token of a `dead` row counts."""
+    """Result of a step from its sampled tokens, sequence by sequence. No token of a `dead` row counts."""
     if chosen is not None and sampled.logprobs:
         sampled = sampled._replace(logprobs=chosen.put_into(sampled.logprobs))
     token_ids = sampled.token_ids
@@ -118,12 +118,14 @@ PLAN_LIMIT_S: Final = 0.006
 
 class OverlappingRunner(ABC):
     """A `StepRunner` that runs one step while the next is planned and launched. Steps run in the order of their
-    launches; one that was launched is collected, unless the engine ends.
+    launches; a launched step is collected, unless the engine ends.
     """
 
     @abstractmethod
     def launch(self, plan: StepPlan) -> None:
-        """Starts a step, and does not wait for it. What is `PENDING` in it is drawn by the step launched before it."""
+        """Starts a step, and does not wait for it. `PENDING` tokens in it are sampled by the step launched before
+        it.
+        """
 
     @abstractmethod
     def may_follow(self, plan: StepPlan) -> bool:
@@ -203,7 +205,7 @@ class MultiStepRunner(Protocol):
 
 
 class RunLength:
-    """The most steps of the next plan, by what the last ones took."""
+    """The maximum number of steps of the next plan, by the time of the last ones."""
 
     def __init__(self, runner: StepRunner, most: int) -> None:
         """Runs at most `most` steps."""
@@ -212,7 +214,7 @@ class RunLength:
         self._most = most
 
     def observe(self, plan: StepPlan, plan_s: float) -> None:
-        """Takes in how long a plan's steps took, in seconds. One that does more than decode says nothing of decodes."""
+        """Takes in how long a plan's steps took, in seconds. A step with prefill says nothing about decodes."""
         if self._runner is None:
             return
         if plan.others or plan_s <= 0 or not self._runner.runs_several_steps:

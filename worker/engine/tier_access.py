@@ -11,7 +11,7 @@ from holdfast.worker.request import PinnedPrefix
 
 
 class TierAccess:
-    """The tier of an engine, which may have none: then there is nothing to send and to take."""
+    """The tier of an engine, which may have none: then no blocks are sent or received."""
 
     def __init__(self, core: EngineCore, inbox: Inbox, clock: Callable[[], float]) -> None:
         self._core = core
@@ -45,13 +45,15 @@ class TierAccess:
         return [] if self._core.tier is None else self._core.tier.takeover.held(self._clock())
 
     def take_pins(self, prefixes: Iterable[PinnedPrefix], source: str) -> None:
-        """Pins what the replica at this address has pinned, once its blocks are here. On the engine's thread only."""
+        """Pins the pinned prefixes of the replica at this address, once their blocks are here. On the engine's thread
+        only.
+        """
         if self._core.tier is not None:
             self._core.tier.takeover.take(prefixes, source, self._clock())
 
     def settle_restore(self, ticket: int, num_blocks: int) -> Sequence[bytes]:
         """Names of the blocks that another replica sends for a restore, and of the snapshot after them. Empty: no
-        request waits for it any more. On the engine's thread only.
+        request waits for it. On the engine's thread only.
         """
         return () if self._core.tier is None else self._core.tier.restores.settle(ticket, num_blocks)
 

@@ -1,5 +1,5 @@
 """Interface between a block tier and its mover, which carries out its decisions on all ranks: the names of blocks in
-both, what the mover reports, and what it counts and measures.
+both, the mover's reports, counts and measurements.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ NAME_BYTES: Final = 17
 PIECE_BYTES: Final = 8 << 20
 
 Place = tuple[bytes, int]
-"""A name, and the block or slot that holds what it names."""
+"""A name, and its block or slot."""
 
 
 class MovingCounts(Protocol):
@@ -44,7 +44,7 @@ def receive_s_per_byte(counts: MovingCounts, address: str) -> float:
 
 
 class Mover(Protocol):
-    """Carries out what the tier decides, on all ranks."""
+    """Carries out the tier's decisions, on all ranks."""
 
     @property
     def counts(self) -> MovingCounts:
@@ -57,7 +57,7 @@ class Mover(Protocol):
         ...
 
     def store(self, places: Sequence[Place]) -> None:
-        """Copies what these blocks and slots hold, to be written by their names."""
+        """Copies the content of these blocks and slots, to be written by their names."""
         ...
 
     def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
@@ -78,7 +78,9 @@ class Mover(Protocol):
         ...
 
     def send(self, number: int, places: Sequence[Place]) -> None:
-        """Copies what these blocks and slots hold, to be sent to another replica in this order. None: nothing more."""
+        """Copies the content of these blocks and slots, to be sent to another replica in this order. None: nothing
+        more.
+        """
         ...
 
     def sends_room(self, number: int) -> bool | None:
@@ -122,7 +124,7 @@ class MoverEvents(NamedTuple):
     """Events for a leader, on the mover's thread."""
 
     on_news: Callable[[list[bytes], list[bytes]], None]
-    """Names that came to the store, and those that went."""
+    """Names that the store gained, and lost."""
     on_piece: Callable[[int], None]
     """The next piece of a ticket is there."""
     on_written: Callable[[], None]

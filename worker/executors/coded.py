@@ -1,7 +1,7 @@
 """Quantized weights that stay codes in the kernels: description of a range of one, and its layout on a device.
 
 A number is (code - offset) * scale, or code * scale + minimum, each operation rounded to float32, and then once to the
-type that is served: what the weight is dequantized to.
+served dtype: the dequantized weight.
 
 Codes can also be taken in units: 32 inputs of an output, whose codes have one scale. Units are multiplied with inputs
 that are quantized in units too; `cpu/native/units.h` states the rule.
@@ -41,11 +41,11 @@ class Offset(IntEnum):
     ZERO_POINTS = 1
     """A zero point of each unit."""
     MINIMA = 2
-    """Zero; a minimum of each unit is added to what is scaled."""
+    """Zero; a minimum of each unit is added after scaling."""
     BYTE_MINIMA = 3
     """The same; scale and minimum of a unit are a byte each, times a factor of eight units, the minimum's negative."""
     BYTE_HALVES = 4
-    """The middle; halves of a unit have scales of their own, a signed byte each, times a factor of eight units."""
+    """The middle; halves of a unit have separate scales, a signed byte each, times a factor of eight units."""
 
     @property
     def num_factors(self) -> int:
@@ -66,7 +66,7 @@ class UnitForm:
     """Units of the whole weight before the first one, modulo `UNITS_TOGETHER`; 0 without common factors."""
 
     def panel_bytes(self, num_units: int) -> int:
-        """Bytes of so many units of 32 outputs, packed."""
+        """Bytes of this many units of 32 outputs, packed."""
         factors = self.offset.num_factors
         scale = 1 if factors else self.scales.itemsize
         beside = {Offset.MIDDLE: 0, Offset.MINIMA: self.scales.itemsize}.get(self.offset, 1)

@@ -1,4 +1,4 @@
-"""Check of weights while they are packed or copied: a NaN in a row that no other check touches would fail requests."""
+"""Check of weights while they are packed or copied: a NaN in a row that no other check covers would fail requests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -25,7 +25,7 @@ class KVSpec:
     value_dim: int
     """0: values are dimensions of the keys (latent attention)."""
     sliding_window: int | None = None
-    """A query sees itself and this many keys less one before it. None: all."""
+    """A query sees itself and the `window` - 1 keys before it. None: all."""
     softcap: float | None = None
     has_sinks: bool = False
 
@@ -85,7 +85,7 @@ class KVCache:
         in_fp8: bool = False,
     ) -> "KVCache":
         """Pools for layers of these specs, in this order. With `in_fp8` they hold rows in 8 bits and their scales
-        (`kv_cache.py`), and `dtype` is what is read.
+        (`kv_cache.py`), and `dtype` is the dtype of reads.
 
         Raises ValueError unless `block_size` divides 64 or is a multiple of it.
         """
@@ -212,7 +212,7 @@ class BlockBytes:
         return rows
 
     def write(self, block_ids: Sequence[int], rows: Bytes) -> None:
-        """Puts rows [N, row_bytes] in place of what these blocks hold. The ids differ from each other."""
+        """Overwrites the content of these blocks with rows [N, row_bytes]. The ids differ from each other."""
         for layer, part in self._parts(rows):
             layer[block_ids] = part
 

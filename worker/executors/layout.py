@@ -145,7 +145,7 @@ class Mlp:
     gate_scale: float = 1.0
     """Multiplies the gate before the activation."""
     inner_scale: float = 1.0
-    """Multiplies what goes into `down`. Both are one where there is no gate."""
+    """Factor on the input of `down`. Both are one where there is no gate."""
     down: Linear
     """Row-parallel."""
     num_slices: int = NUM_SLICES
@@ -233,7 +233,7 @@ class Layer:
     """One layer of a decoder: norms, a mixer of tokens, and an MLP or experts, in the order that they run."""
 
     attention_norm: Norm | None
-    """Norm of attention, or of what is in its place."""
+    """Norm of attention, or of the module in its place."""
     attention: Attention | LatentAttention | None
     state: ShortConv | GatedDeltaNet | Mamba2 | None = None
     """Mixer of tokens in place of attention that keeps a state; None: attention, or a layer that is an MLP alone.

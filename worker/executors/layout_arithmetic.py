@@ -34,13 +34,13 @@ class QueryScale:
 def delta_state_length(
     key_heads: int, value_heads: int, key_dim: int, value_dim: int, num_rows: int, *, by_key: bool = False
 ) -> int:
-    """Same as `GatedDeltaNet.state_length`, with so many rows of inputs; `by_key`: with a decay for each key."""
+    """Same as `GatedDeltaNet.state_length`, with this many rows of inputs; `by_key`: with a decay for each key."""
     inputs = value_dim + 1 + (key_dim if by_key else 1)
     return _recurrence_length(key_heads, value_heads // key_heads, key_dim, inputs, value_dim, num_rows)
 
 
 def mamba_state_length(groups: int, heads: int, state_dim: int, head_dim: int, num_rows: int) -> int:
-    """Same as `Mamba2.state_length`, with so many rows of inputs."""
+    """Same as `Mamba2.state_length`, with this many rows of inputs."""
     unit = mamba_unit(groups, heads)
     return _recurrence_length(heads // unit, unit, state_dim, head_dim + 1, head_dim, num_rows)
 
@@ -52,7 +52,9 @@ def mamba_unit(groups: int, heads: int) -> int:
 
 
 def _recurrence_length(units: int, heads: int, key_dim: int, inputs: int, value_dim: int, num_rows: int) -> int:
-    """Numbers of `units` with so many heads each, which have `inputs` beside queries and keys (`recurrence_task.h`)."""
+    """Numbers of `units` with this many heads each, which have `inputs` beside queries and keys
+    (`recurrence_task.h`).
+    """
     row = filled(units * (2 * key_dim + heads * inputs), 16)
     return row * num_rows + units * (16 + heads * key_dim * filled(value_dim, 32))
 
@@ -63,13 +65,14 @@ def filled(length: int, step: int) -> int:
 
 
 NUM_SLICES: Final = 8
-"""A sum over the inputs of a row-parallel linear is taken in up to this many slices, added as a binary tree: in no more
-than ranks can share the heads of the model."""
+"""A sum over the inputs of a row-parallel linear is computed in up to this many slices, added as a binary tree: at most
+the number of ranks that can share the model's heads.
+"""
 
 
 def num_slices(length: int, num_heads: int) -> int:
-    """Slices of a whole sum over `length` heads or inputs, in a model of `num_heads`. Each costs an addition, so there
-    are no more of them than ranks can share the heads: with an odd number of heads, as many as divide it.
+    """Slices of a whole sum over `length` heads or inputs, in a model of `num_heads`. Each slice costs an addition, so
+    there are at most as many as ranks can share the heads: with an odd number of heads, a divisor of it.
     """
     if num_heads % 2 == 0:
         return gcd(NUM_SLICES, length, num_heads)
@@ -83,9 +86,9 @@ def shares_evenly(num_heads: int, num_kv_heads: int, size: int) -> bool:
 
 
 def uneven_shares(num_heads: int, num_kv_heads: int, size: int) -> tuple[int, ...] | None:
-    """Slices of each of `size` ranks that cannot share heads evenly: the same power of two for all, and what is left
-    for the last, so that each has whole subtrees, and those are added as ranks are. None where they share evenly, or
-    where there are no such shares.
+    """Slices of each of `size` ranks that cannot share heads evenly: the same power of two for all, and the rest for
+    the last, so that each has whole subtrees, which are added as ranks are. None where they share evenly, or where
+    there are no such shares.
     """
     whole = num_slices(num_heads, num_heads)
     if shares_evenly(num_heads, num_kv_heads, size) or num_kv_heads % whole:
@@ -113,7 +116,7 @@ def largest_share(num_heads: int, num_kv_heads: int, size: int) -> float:
 
 
 def told_of_uneven(num_heads: int, num_kv_heads: int, size: int) -> str:
-    """Cost of unequal shares, in words for those who start a model."""
+    """Cost of unequal shares, for the log of a start."""
     uneven = uneven_shares(num_heads, num_kv_heads, size)
     assert uneven is not None, "they are unequal"
     heads = ", ".join(str(num_heads // sum(uneven) * share) for share in uneven)

@@ -27,7 +27,7 @@ class Linear:
     weights: tuple[Tensor, ...] = ()
     """Each [out, in], in the serving dtype; views of the checkpoint's memory where possible."""
     units: tuple[StoredMatrix, ...] = ()
-    """Instead of weights: quantized ones, each of its own `unit_form`, for inputs that are quantized in units too."""
+    """Instead of weights: quantized weights, each with its `unit_form`, for inputs that are quantized in units too."""
     codes: tuple[StoredMatrix | CodedMatrix, ...] = ()
     """Instead of weights: quantized ones of the same `code_form` and with the same groups of inputs, whose numbers,
     each rounded to the serving dtype, are the weights; on a device one of all parts."""

@@ -52,7 +52,7 @@ class _Mapping:
 
 
 class MappedFiles:
-    """The files that were mapped when this object was made, without those whose pages were written to in memory. The
+    """The files that were mapped when this object was made, except files with pages that were written to in memory. The
     latter is checked at the first question about a file.
     """
 
@@ -87,7 +87,7 @@ class MappedFiles:
 
 
 def discard_contents(tensor: Tensor) -> None:
-    """Gives back the memory of a tensor that nobody reads any more: what it holds is lost, or as in its file."""
+    """Returns the memory of a tensor that is not read any longer: its content is lost, or is reread from its file."""
     discard(*span(tensor))
 
 
@@ -99,7 +99,7 @@ def discard(start: int, end: int) -> None:
 
 
 def trim_heap() -> None:
-    """Gives back what the C heap keeps free, where the C library can."""
+    """Returns the C heap's free memory to the system, if the C library can."""
     trim = getattr(_libc(), "malloc_trim", None)
     if trim is not None:
         trim(0)

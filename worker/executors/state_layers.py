@@ -136,7 +136,7 @@ class Mamba2:
     time_bounds: tuple[float, float]
     """The least and the most of a time step."""
     norm: Norm
-    """Norm whose weights, [heads * head_dim], also multiply what is not normed."""
+    """Norm whose weights, [heads * head_dim], also multiply parts that are not normed."""
     norm_heads: int
     """Heads of the whole model that are normed together; 0: none are."""
     norm_groups: int

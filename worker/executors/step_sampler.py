@@ -1,5 +1,5 @@
-"""Step sampler: all that a step reads off its logits, as one interface; draws as records of plain numbers, in which
-samplers that are no Python take them; and log-probabilities of tokens that requests name.
+"""Step sampler: the interface to all results of a step's logits; draws as records of plain numbers, for samplers
+outside Python; and log-probabilities of tokens that requests name.
 
 The latter are taken from the logits as the model gave them, and do not affect a draw. The softmax is taken in float64
 and rounded once, so a row does not depend on the others.
@@ -143,7 +143,9 @@ class SamplerOutput:
     """Output of a sampler for the rows of a step, with and without a draw."""
 
     def __init__(self, rows: NDArray[np.int32], top_ids: NDArray[np.int32], top_logprobs: NDArray[np.float32]) -> None:
-        """`rows` [N, 4]: token, rank, log-probability as float32, and how many of [N, most] best tokens count."""
+        """`rows` [N, 4]: token, rank, log-probability as float32, and the number of valid ones among [N, most] best
+        tokens.
+        """
         self._rows = rows
         self._logprobs = rows.view(np.float32)
         self._top_ids = top_ids

@@ -51,7 +51,7 @@ class StoredMatrix(ABC):
 
     @property
     def can_be_read_again(self) -> bool:
-        """Whether what is read stays in a file when its memory is given back."""
+        """Whether its data can be reread from a file after its memory is returned."""
         return True
 
     @abstractmethod
@@ -64,7 +64,7 @@ class StoredMatrix(ABC):
 
     @property
     def unit_form(self) -> UnitForm | None:
-        """Form of the range's units; None if it has none: its numbers are no codes with a scale, or one unit has
+        """Form of the range's units; None if it has none: its numbers are not codes with a scale, or one unit has
         several scales.
         """
         return None
@@ -75,7 +75,7 @@ class StoredMatrix(ABC):
 
     @property
     def code_form(self) -> CodeForm | None:
-        """Form of the range's codes; None if its numbers are to be dequantized."""
+        """Form of the range's codes; None if its numbers must be dequantized."""
         return None
 
     @property
@@ -119,7 +119,7 @@ class StoredMatrix(ABC):
         return replace(self, padding=num_rows - (self.rows[1] - self.rows[0]))
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """Numbers, each rounded once, in memory of their own."""
+        """Numbers, each rounded once, in separate memory."""
         first, last = self.rows
         out = torch.empty(*self.num_rows_columns, dtype=dtype)
         out[last - first :] = 0
@@ -136,8 +136,8 @@ class StoredMatrix(ABC):
 
 
 def for_all(write: Callable[[int], None], starts: range) -> None:
-    """Calls it with each, on as many threads as torch has; each call computes on one, for torch's own threads wait for
-    each other, busily, after every operation.
+    """Calls it with each, on torch's number of threads; each call computes on one, since torch's own threads busy-wait
+    for each other after every operation.
     """
     usual = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that begin from here on take this over

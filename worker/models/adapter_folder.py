@@ -1,6 +1,6 @@
 """Adapter folders as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`, checked field by field.
 
-Both files are read once, and the digest is of what was read: what is applied later is what was hashed.
+Both files are read once, and their digest is computed from the same bytes that are later applied.
 """
 
 import json
@@ -32,7 +32,7 @@ _HARMLESS: Final = frozenset(
     | {"layers_to_transform", "layers_pattern", "exclude_modules", "lora_ga_config"}
     | {"qalora_group_size"}
 )
-"""Fields that do not change what the tensors of the file do."""
+"""Fields that do not affect the file's tensors."""
 _READ: Final = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern"}
     | {"bias", "init_lora_weights"}
@@ -48,7 +48,7 @@ class AdapterFolder:
     given: str
     """Name and folder, for errors."""
     base: str
-    """Base model by the adapter's own word; empty: it has none."""
+    """Base model named by the adapter; empty: none."""
     digest: str
     targets: str | tuple[str, ...]
     modules: Mapping[str, LowRank]
@@ -70,7 +70,7 @@ class AdapterFolder:
 
 
 def read_adapter(name: str, path: str) -> AdapterFolder:
-    """Reads and checks a folder. Raises `ConfigurationError` that names the adapter and what is wrong with it."""
+    """Reads and checks a folder. Raises `ConfigurationError` with the adapter's name and the fault."""
     check_adapter_name(name)
     given, folder = f"adapter {name} in {path}", Path(path)
     config_bytes = _read(given, folder / CONFIG, 1 << 20)
@@ -133,7 +133,7 @@ def _check_fields(given: str, config: Mapping[str, Any]) -> None:
         _fullmatch(given, targets, "")
     for field in sorted(config.keys() - _HARMLESS - _READ):
         if config[field]:
-            raise refuse(field, "it changes what the adapter computes, and is not served")
+            raise refuse(field, "it changes the adapter's arithmetic, and is not supported")
 
 
 def _modules(given: str, config: Mapping[str, Any], weights: bytes) -> dict[str, LowRank]:
@@ -146,7 +146,7 @@ def _modules(given: str, config: Mapping[str, Any], weights: bytes) -> dict[str,
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise ConfigurationError(
-                f"{given}: the tensor {name[:200]} is none that is served: only linears' lora_A and lora_B"
+                f"{given}: the tensor {name[:200]} is not supported: only linears' lora_A and lora_B"
             )
         if not tensor.is_floating_point() or tensor.dim() != 2 or tensor.itemsize < 2:
             shape = tuple(tensor.shape)

@@ -1,7 +1,7 @@
 """Places of adapters' modules in a rank's layout: which output of which module each output of a linear is.
 
-They are found by reading the layout twice more, from tensors that are numbers of their own rows and columns: so linears
-that are stacked, split, taken apart by heads or shared by ranks in any way need no rule of their own here.
+They are found by reading the layout twice more, from tensors whose numbers are their own rows and columns: so linears
+that are stacked, split, divided by heads or shared by ranks need no separate rules here.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ _SUFFIX: Final = ".weight"
 _IN_TABLES: Final = 2**40
 """A row's number is its tensor's, times this, and its own."""
 _PROOF_LIMIT: Final = 1e-4
-"""Largest error of what is added, as a share of its usual size: sums are float32."""
+"""Largest error of an addition, as a share of its usual size: sums are float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +108,8 @@ class AdapterPlaces:
     def apply(self, folder: AdapterFolder) -> dict[str, AdaptedLinear]:
         """This rank's share of an adapter, by linear. Every tensor is applied wherever the model has its module.
 
-        Raises `ConfigurationError` for a module that the model does not have, or whose linear takes no adapter, for one
-        of another shape, and for one that the adapter's targets name and that it has no tensors of.
+        Raises `ConfigurationError` for a module that the model does not have, or whose linear takes no adapter, for a
+        tensor of another shape, and for a target of the adapter without tensors.
         """
         for name, one in folder.modules.items():
             shape = self._shapes.get(name)
@@ -128,8 +128,8 @@ class AdapterPlaces:
         return {key: adapted for key, adapted in found.items() if adapted is not None}
 
     def prove(self, folder: AdapterFolder, dtype: torch.dtype, added: Callable[[str, Tensor], Tensor]) -> bool:
-        """Whether an adapter adds anything to fixed inputs. `added(place, inputs)`: what the executor adds, with the
-        packed matrices and the products of a step; it must be what the weights of a merged model would add.
+        """Whether an adapter adds anything to fixed inputs. `added(place, inputs)`: the executor's addition, with the
+        packed matrices and the products of a step; it must equal the addition of a merged model's weights.
 
         Raises `ConfigurationError` if it is not, if a tensor is applied at two places or at none, and if rounding to
         the model's `dtype` leaves nothing of the adapter.

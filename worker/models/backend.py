@@ -85,7 +85,7 @@ class Backend(Protocol):
         ...
 
     def block_sizes(self, block_size: int, max_model_len: int) -> tuple[int, Window | None]:
-        """Tokens of a block, and what layers with a sliding window keep in blocks of their own; None: as much as all.
+        """Tokens of a block, and the separate blocks of layers with a sliding window; None: as much as all.
         `block_size` are the fewest, `max_model_len` the tokens of the longest sequence.
         """
         ...
@@ -99,7 +99,7 @@ class Backend(Protocol):
         ...
 
     def state_bytes(self, num_drafts: int) -> int:
-        """Bytes of a sequence's state on this rank, all layers together, if a step has up to so many drafts of it; 0:
+        """Bytes of a sequence's state on this rank, all layers together, if a step has up to this many drafts of it; 0:
         the model keeps none.
         """
         ...
@@ -113,7 +113,9 @@ class Backend(Protocol):
         ...
 
     def warm_up(self, max_rows: int) -> None:
-        """Does now what steps of up to `max_rows` sequences that decode would do once. Overwrites the first block."""
+        """Does the one-time work of decode steps of up to `max_rows` sequences in advance. Overwrites the first
+        block.
+        """
         ...
 
     def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
@@ -157,7 +159,7 @@ def load_backend(
     `Unavailable` on a CPU that does not run the native library, which draws for both backends.
     """
     if device.type == "cpu":
-        load_library(None)  # before anything large is read; compiles it where there is none
+        load_library(None)  # before anything large is read; compiles it if there is none
     try:
         return _backend(config, folder, group, device, progress)
     except NotFiniteError as found:
@@ -194,7 +196,7 @@ def _stated(
     device: torch.device,
     progress: Callable[[str, int, int], None],
 ) -> LoadedBackend | str:
-    """The native backend of a model of a stated family; or why there is none."""
+    """The native backend of a model of a stated family; or the reason why there is none."""
     if config.model.executor == "hf":
         return "model.executor = 'hf'"
     read = read_stated(config.model, folder, group, device)
@@ -252,7 +254,7 @@ def _on_hf_backend(
 
 
 def _check_hf_backend_will_do(config: WorkerConfig, facts: ModelFacts, hf_config: Any, reason: str) -> None:
-    """Whether a model without a native backend may be served all the same."""
+    """Whether a model without a native backend may still be served."""
     if getattr(hf_config, "num_kv_shared_layers", 0):
         reason = f"layers share the keys and values of others, which only the native backend on CPUs does ({reason})"
         raise UnsupportedModelError(facts.model_type, reason, OTHER_ENGINE)

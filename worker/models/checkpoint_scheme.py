@@ -34,7 +34,7 @@ def quantization_of(folder: Path, at_load: Quantization | None = None) -> str:
 
 
 def check_quantization(folder: Path, at_load: Quantization | None) -> None:
-    """Refuses to quantize what is quantized. Raises `ConfigurationError`."""
+    """Refuses to quantize a quantized checkpoint. Raises `ConfigurationError`."""
     if at_load is not None and (found := quantization_of(folder)) != NOT_QUANTIZED:
         raise ConfigurationError(
             f"model.quantization = {at_load!r}: the checkpoint in {source_of(folder)} is quantized already ({found}); "

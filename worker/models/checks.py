@@ -21,9 +21,7 @@ OTHER_ENGINE: Final = "Serve a model of another family, or this one with Hugging
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, to be part of another message; with the next, where that says what follows
-    a colon.
-    """
+    """The first line of an error's message, for use in another message; with the next line, if it ends with a colon."""
     first, *others = (str(error).strip() or type(error).__name__).splitlines()
     return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
 
@@ -33,8 +31,8 @@ def check_kv_cache_dtype(config: WorkerConfig, device: str, hf_config: Any = Non
     model of a type that has no native backend, by its Hugging Face config if that is known; and a dtype that is not
     the model's.
 
-    What a program's executor does not run is refused when the model is read. `device` is a kind, or `auto` where it is
-    not known yet. Raises `ConfigurationError`.
+    Models that the executor does not support are refused when the config is read. `device` is a kind, or `auto` where
+    it is not known yet. Raises `ConfigurationError`.
     """
     wanted = config.cache.kv_cache_dtype
     if wanted == "int8" and device == "cuda":
@@ -104,8 +102,8 @@ def check_known(model_type: str) -> None:
 
 
 def check_config(config: Any) -> None:
-    """Refuses what the config alone shows: no causal LM, other layers than attention, alibi, weights that are quantized
-    in a way that is not read.
+    """Refuses models by the config alone: no causal LM, layers other than attention, alibi, weights in an unsupported
+    quantization.
 
     `config` is a Hugging Face config. Raises `UnsupportedModelError`.
     """
@@ -151,10 +149,10 @@ def _check_positions(config: Any) -> None:
 
 
 def choose_max_model_len(config: Any, requested: int | None) -> int:
-    """The longest prompt plus output in tokens: what was asked for, else all that the model allows.
+    """Maximum number of tokens of prompt plus output: the setting, or else the model's maximum.
 
-    Raises `ConfigurationError` above what the model was made for, and `UnsupportedModelError` where rotary angles
-    would depend on the longest sequence of a batch (`dynamic` and `longrope` beyond their original length).
+    Raises `ConfigurationError` above the model's own maximum, and `UnsupportedModelError` where rotary angles would
+    depend on the longest sequence of a batch (`dynamic` and `longrope` beyond their original length).
     """
     limit = _length_of_recipe(config)
     original = _length_with_fixed_angles(config)
@@ -247,8 +245,8 @@ def check_loaded(
     unexpected: Collection[str],
     mismatched: Collection[tuple[str, Any, Any]] = (),
 ) -> None:
-    """Refuses a checkpoint that does not fill the model exactly. The collections are names of parameters; those that
-    are mismatched come with their shapes, in the checkpoint and in the model.
+    """Refuses a checkpoint that does not fill the model exactly. The collections are names of parameters; mismatched
+    ones come with their shapes, in the checkpoint and in the model.
     """
     if mismatched:
         name, there, wanted = min(mismatched, key=lambda item: item[0])

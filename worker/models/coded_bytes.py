@@ -69,7 +69,7 @@ def coded_bytes(config: ModelConfig, folder: Path, device: str, model_type: str)
 
 
 def memory_of_weights(config: ModelConfig, folder: Path, device: str) -> int:
-    """Memory that the weights of all ranks take together, those that stay codes as these."""
+    """Memory of the weights of all ranks together, for weights that stay in these codes."""
     whole = weight_bytes(folder, config.dtype, config.quantization)
     model_type = str(served_config(read_object(folder / "config.json"), folder).get("model_type"))
     coded = coded_bytes(config, folder, device, model_type)
@@ -77,7 +77,7 @@ def memory_of_weights(config: ModelConfig, folder: Path, device: str) -> int:
 
 
 class CodedBytes:
-    """Bytes of codes of one checkpoint, or of one that is quantized at load."""
+    """Bytes of codes of a checkpoint that is quantized, or will be at load."""
 
     def __init__(self, folder: Path, quantization: Quantization | None, in_units: Family | None = None) -> None:
         """`in_units`: the family of a model that is served on CPUs; else they are codes on a GPU. Without the
@@ -109,8 +109,8 @@ class CodedBytes:
             self._bits[name], self._shapes[name] = bits, shape
 
     def _leave_out_unfit(self, config: Mapping[str, Any], family: Family) -> None:
-        """Weights whose slices have no whole units, and stacked ones of which one stays numbers, or whose several forms
-        no panel of outputs could have.
+        """Weights whose slices are not whole units, and stacked weights with an unquantized part, or with several forms
+        that no panel of outputs could have.
         """
         heads = int(config.get("num_attention_heads") or 1)
         inputs_apart = (family.output, family.down, *(family.moe.parts[-1:] if family.moe else ()))
@@ -176,7 +176,7 @@ class CodedBytes:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Names of tensors, and what the headers say of them; none of files that cannot be read."""
+    """Names of tensors, with the headers' entries; none for files that cannot be read."""
     for path in weight_files(folder):
         try:
             yield from read_header(path)[0].items()
@@ -205,7 +205,7 @@ def _scale_bits(entries: Mapping[str, Mapping[str, Any]], module: str) -> int:
 
 
 def _bits_of(scheme: WeightScheme, shape: Sequence[int], scale_bits: int) -> float:
-    """Each output has scales of its own on a device, and a zero point eight bits."""
+    """Each output has separate scales on a device, and a zero point of eight bits."""
     inputs = shape[1]
     groups = -(-inputs // (scheme.block[1] or inputs))
     return scheme.bits + groups * (scale_bits + _ZERO_POINT * _has_zeros(scheme)) / inputs

@@ -1,5 +1,5 @@
-"""Compact checkpoints: those whose weights are codes in their files, of GGUF or of a quantized Hugging Face folder, or
-become codes when they are loaded. Weights are looked up by the names of parameters, as if they were not quantized.
+"""Compact checkpoints: their weights are codes in the files, of GGUF or of a quantized Hugging Face folder, or become
+codes when they are loaded. Weights are looked up by the names of parameters, as if they were not quantized.
 """
 
 import re
@@ -32,7 +32,7 @@ _HEAD: Final = "lm_head.weight"
 
 
 class QuantizedTensors:
-    """The tensors of a checkpoint, those that are not quantized among them. Each is taken once."""
+    """The tensors of a checkpoint, including unquantized ones. Each is taken once."""
 
     def __init__(self, folder: Path, scheme: QuantizationScheme) -> None:
         """Raises `ConfigurationError` for files that cannot be read."""
@@ -43,7 +43,7 @@ class QuantizedTensors:
         self._table: Tensor | None = None
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor | QuantizedWeight | TransposedExperts | None:
-        """The tensor of a parameter of this shape; None: there is none of this name.
+        """The tensor of a parameter of this shape; None: there is no tensor of this name.
 
         Raises `ConfigurationError`, naming tensor and file, where it is not as config.json says.
         """
@@ -63,9 +63,7 @@ class QuantizedTensors:
 
     @property
     def left(self) -> set[str]:
-        """The names of those that were not taken and are of use: a bias of zeros and a head that is the embedding once
-        more are of none.
-        """
+        """Names of unused tensors that matter: a bias of zeros, or a head that repeats the embedding, does not."""
         return {name for name, tensor in self._tensors.items() if not self._is_unused(name, tensor.values)}
 
     def _is_unused(self, name: str, values: Tensor) -> bool:
@@ -179,16 +177,16 @@ class CompactTensors(Protocol):
 
     @property
     def left(self) -> set[str]:
-        """The names of those that were not taken."""
+        """Names of unused tensors."""
         ...
 
 
 def compact_tensors(folder: Path, quantization: Quantization | None = None) -> CompactTensors | None:
-    """The tensors of the checkpoint in `folder`, or, by `quantization`, what they become; None where its files have
+    """The tensors of the checkpoint in `folder`, quantized if `quantization` is set; None where its files have
     weights as numbers, and these stay so.
 
-    Raises `ConfigurationError`, also for a quantization of what is quantized, and `UnsupportedModelError` for a scheme
-    that is not read.
+    Raises `ConfigurationError`, also for a quantization of a quantized checkpoint, and `UnsupportedModelError` for an
+    unsupported scheme.
     """
     check_quantization(folder, quantization)
     if is_made_of_gguf(folder):
@@ -204,7 +202,7 @@ class CompactSource:
     """The source of a model whose checkpoint is compact: parameters in the dtype that is served."""
 
     def __init__(self, tensors: CompactTensors, model: Any, dtype: torch.dtype) -> None:
-        """`model` is built without weights. What the checkpoint has of its buffers is put into them."""
+        """`model` is built without weights. Buffers that the checkpoint has are filled in."""
         self._tensors = tensors
         self._model_type: str = model.config.model_type
         self._unexpected = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -215,8 +213,8 @@ class CompactSource:
                 buffer.copy_(stored.to(buffer.dtype))
 
     def __call__(self, name: str, parameter: Tensor) -> Tensor:
-        """Raises `UnsupportedModelError` for one that the checkpoint does not have, `ConfigurationError` for one of
-        another form than config.json says.
+        """Raises `UnsupportedModelError` for a tensor that the checkpoint does not have, `ConfigurationError` for one
+        of another shape than config.json defines.
         """
         shape = tuple(parameter.shape)
         stored = self._find(name, shape)

@@ -1,5 +1,5 @@
-"""Weights with numbers that are NaN or infinite: what one rank finds in its share all ranks refuse, by its name in the
-files.
+"""Weights with numbers that are NaN or infinite: if one rank finds any in its share, all ranks refuse the model, with
+the weight's name in the files.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ _ROWS: Final = 4096
 
 
 def made_by_all(make: Callable[[], Made], group: TensorParallelGroup, undo: Callable[[Made], None]) -> Made:
-    """Result of `make`; `NotFiniteError` on all ranks if one raises it. Others `undo` what they have made."""
+    """Result of `make`; `NotFiniteError` on all ranks if one raises it. The other ranks `undo` their work."""
     made: list[Made] = []
     found = NotFiniteError("a weight of another rank has NaN or infinite numbers")
     try:
@@ -38,7 +38,7 @@ def made_by_all(make: Callable[[], Made], group: TensorParallelGroup, undo: Call
 
 
 def damaged(folder: Path, found: NotFiniteError) -> UnsupportedModelError:
-    """The refusal of a model for what a rank has `found` in its weights. Reads the folder's files to the weight."""
+    """The refusal of a model for the bad weights that a rank has `found`. Reads the folder's files to the weight."""
     model_type = str(read_json(folder / "config.json").get("model_type"))
     for name, file, first, numbers in _of_gguf(folder) if is_made_of_gguf(folder) else _of_safetensors(folder):
         try:

@@ -1,8 +1,8 @@
-"""Draft model of speculative decoding: a second, small model on rank 0 that guesses what the large one will draw.
+"""Draft model of speculative decoding: a second, small model on rank 0 that guesses the large model's tokens.
 
-It has a cache of its own with as many blocks, and every block id means the same tokens in both. It draws with the same
-noise as the large model, position by position, so two distributions that are close draw
-the same token nearly as often as is possible (Daliri, Musco, Suresh 2024).
+It has a separate cache with the same number of blocks, and every block id means the same tokens in both. It draws with
+the same noise as the large model, position by position, so two distributions that are close draw the same token nearly
+as often as is possible (Daliri, Musco, Suresh 2024).
 """
 
 import json
@@ -32,7 +32,7 @@ class DraftModel:
     def __init__(
         self, backend: Backend, device: torch.device, *, vocab_size: int, draft_vocab_size: int, max_len: int
     ) -> None:
-        """`vocab_size` is the large model's: what is guessed is one of its tokens. `max_len`: positions it knows."""
+        """`vocab_size` is the large model's: guesses are its tokens. `max_len`: positions it knows."""
         self._backend = backend
         self._device = device
         self._vocab_size = vocab_size
@@ -50,7 +50,7 @@ class DraftModel:
         has_weights = config.model.load_format != "dummy"
         draft_folder = resolve_model(config.speculation.draft_model, has_weights, setting="speculation.draft_model")
         check_same_tokens(folder, draft_folder)
-        # A group of its own: no token depends on the bits of a draft, so whatever runs it best will do.
+        # A separate group: no token depends on the bits of a draft, so any executor will do.
         loaded = load_backend(_alone(config, draft_folder), draft_folder, SingleRank(), target.device, _silent)
         if loaded.backend.state_bytes(0):
             raise ConfigurationError(
@@ -71,7 +71,7 @@ class DraftModel:
         return self._backend.kv_bytes_per_token
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
-        """Gives it as many blocks as the large model has."""
+        """Gives it the large model's number of blocks."""
         self._cache = self._backend.allocate_cache(num_blocks, block_size)
 
     def close(self) -> None:
@@ -79,9 +79,10 @@ class DraftModel:
         self._backend.close()
 
     def guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-        """The drafts of each of a plan's sequences, as many as their `drafting` asks for; empty if there is none to do.
+        """The drafts of each of a plan's sequences, up to the number in its `drafting`; empty if there is none to do.
 
-        One forward pass reads what is new and guesses one token for everyone, each further one guesses one more.
+        The first forward pass reads the new tokens and guesses one token for each sequence, each further pass guesses
+        one more.
         """
         if plan.block_copies:
             self._copy(plan.block_copies)
@@ -136,7 +137,7 @@ class _Work:
         return number < self._num_passes
 
     def share(self, number: int, block_size: int) -> ScheduledSequence:
-        """Pass 0 reads what is new; pass n reads draft n - 1."""
+        """Pass 0 reads the new tokens; pass n reads draft n - 1."""
         first = self._drafting.first_position if number == 0 else self._end + number - 1
         token_ids = self._drafting.token_ids if number == 0 else self.drafts[-1:]
         draws = number < self.num_drafts
@@ -184,7 +185,7 @@ def check_same_tokens(folder: Path, draft_folder: Path) -> None:
 
 
 def _read_tokens(path: Path) -> Any:
-    """The vocabulary and the added tokens of a `tokenizer.json`; None where there is none to compare."""
+    """The vocabulary and the added tokens of a `tokenizer.json`; None if there is none to compare."""
     if not path.is_file():
         return None
     content = json.loads(path.read_text(encoding="utf-8"))

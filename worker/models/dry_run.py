@@ -23,10 +23,10 @@ from holdfast.worker.models.reference import GIVEN_BACK_FROM
 from holdfast.worker.models.reference_functions import product
 
 _AT_A_TIME: Final = 2**24
-"""Weights that are multiplied together: libraries make a copy of them in an order of their own."""
+"""Weights that are multiplied together: libraries make a copy of them in their own order."""
 
 Call = tuple[Any, KVSpec]
-"""The attention module that called, and what it keeps."""
+"""The calling attention module, and its stored values."""
 
 
 def find_attention(model: Any, forward: Callable[[], object], target: Target) -> list[Call]:
@@ -100,7 +100,7 @@ def _record(
 
 @contextmanager
 def _as_settled(model: nn.Module) -> Iterator[None]:
-    """Inside it, modeling code sees of the linears' weights what it will see once they are settled: no values."""
+    """Inside it, modeling code sees the linears' weights as they will be after loading: without values."""
     linears = [part for part in model.modules() if isinstance(part, Linear)]
     weights = [linear.weight for linear in linears]
     for linear, weight in zip(linears, weights, strict=True):

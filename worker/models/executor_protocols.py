@@ -37,7 +37,7 @@ class Executor(Protocol):
         ...
 
     def state_bytes(self, num_drafts: int) -> int:
-        """Bytes of a sequence's state on this rank, all layers together, if a step has up to so many drafts of it; 0:
+        """Bytes of a sequence's state on this rank, all layers together, if a step has up to this many drafts of it; 0:
         the model keeps none.
         """
         ...
@@ -59,11 +59,13 @@ class Executor(Protocol):
         ...
 
     def free_logits(self) -> None:
-        """The last step's logits are not read any more."""
+        """The last step's logits are no longer read."""
         ...
 
     def warm_up(self, max_rows: int) -> None:
-        """Does now what steps of up to `max_rows` sequences that decode would do once. Overwrites the first block."""
+        """Does the one-time work of decode steps of up to `max_rows` sequences in advance. Overwrites the first
+        block.
+        """
         ...
 
     @property

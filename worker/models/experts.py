@@ -1,8 +1,8 @@
 """Mixture-of-experts layers, row-invariant: a token's bits do not depend on the other tokens of the step.
 
-Hugging Face's own implementations (a loop, a batched or a grouped matmul) call kernels with as many rows as happen to
-choose an expert. Here each expert has row-invariant linears, or a device's kernels take all experts at once. On CPUs
-expert routers are called with a fixed number of rows.
+Hugging Face's own implementations (a loop, a batched or a grouped matmul) call kernels with a row count that depends on
+the choice of experts. Here each expert has row-invariant linears, or a device's kernels take all experts at once. On
+CPUs expert routers are called with a fixed number of rows.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class ExpertRouter(nn.Module):
 
     @staticmethod
     def can_replace(module: nn.Module) -> bool:
-        """Whether this is an expert router that multiplies by a weight of its own, past our linears."""
+        """Whether this is an expert router that multiplies by its own weight, outside Holdfast's linears."""
         weight = getattr(module, "weight", None)
         return type(module).__name__.endswith("Router") and isinstance(weight, Tensor) and weight.dim() == 2
 
@@ -53,12 +53,12 @@ class Experts(nn.Module):
     """Takes over the weights of a Hugging Face experts module, whole or one rank's share; its call is the same."""
 
     def __init__(self, module: Any) -> None:
-        """`module` is one that `can_replace` accepts. Its weights are consumed."""
+        """`module`: one that `can_replace` accepts. Its weights are consumed."""
         super().__init__()
         self._activation = module._apply_gate if module.has_gate else module.act_fn
         self.has_gate: bool = module.has_gate
         self.activation: nn.Module | None = getattr(module, "act_fn", None)
-        """None where the module computes it in a form of its own."""
+        """None if the module computes it in another form."""
         self.is_partial = False
         """The module's results are summed over ranks."""
         first = "gate_up_proj" if module.has_gate else "up_proj"
@@ -96,7 +96,9 @@ class Experts(nn.Module):
         return output
 
     def _activate(self, rows: Tensor) -> Tensor:
-        """The activation, on whole vectors in all (see `linear.py`): its own form decides what a row becomes."""
+        """The activation, on whole vectors in all (see `linear.py`): a row's result depends on torch's vectorized
+        form.
+        """
         padding = 0 if rows.shape[-1] % (2 * VECTOR) == 0 else -len(rows) % VECTOR
         activated: Tensor = self._activation(F.pad(rows, (0, 0, 0, padding)) if padding else rows)
         return activated[: len(rows)]

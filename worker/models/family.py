@@ -1,4 +1,6 @@
-"""Form of a family's statement: how config.json and the names of tensors say what a model computes."""
+"""Statement of a model family: the meaning of config.json's entries and of the names of tensors for the model's
+computation.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -111,8 +113,8 @@ class MambaScales:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextToken:
-    """A layer that guesses the token after the next: `layer(input [norm(embedding) | norm(hidden)])`, with attention as
-    the model's own layers have it, and keys and values of its own. Names are of modules in `base`.
+    """A layer that guesses the token after the next: `layer(input [norm(embedding) | norm(hidden)])`, with the
+    attention of the model's layers, and separate keys and values. Names are of modules in `base`.
     """
 
     base: Callable[[Any], str]
@@ -183,7 +185,7 @@ class Moe:
     clamped: bool = False
     """The experts are gpt-oss's: clamped SwiGLU, biases, gate and up interleaved, weights [experts, in, out]."""
     shared: str | None = None
-    """The expert that every token goes through, with so many inner features; 0: there is none. Its weight is the
+    """The shared expert, with this many inner features; 0: there is none. Its weight is the
     sigmoid of the linear `shared_gate`."""
     shared_inner: Callable[[Any], int] = lambda config: 0
     shared_gate: str | None = None
@@ -228,8 +230,9 @@ class Family:
 
     # config.json
     entries: Mapping[str, Any] = field(default_factory=dict)
-    """Entries that the family reads beside the common ones, or with other defaults, and the value of one that is not
-    there. `stated_config.py` knows the kind of each by its name."""
+    """Entries that the family reads beside the common ones, or with other defaults, with the value of a missing entry.
+    `stated_config.py` knows the kind of each by its name.
+    """
     derive: Callable[[Any], None] = lambda config: None
     """Sets values of the config that follow from others, as transformers' config does."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -314,13 +317,13 @@ class Family:
     # rotary angles
     theta: float = 10_000.0
     rope: Mapping[str, Any] = field(default_factory=dict)
-    """The angles where config.json has none."""
+    """The default rotary angles."""
     reads_old_rope: bool = True
     """Entries of config.json from before `rope_parameters` count, such as `rope_theta`."""
     rope_kinds: Mapping[str, str] = field(default_factory=dict)
     """Kinds of angles that the family's code takes for others."""
     local_theta: float | None = None
-    """Angles by kind of layer: `full_attention`, `sliding_attention`. The base of the latter, where none is given."""
+    """Angles by kind of layer: `full_attention`, `sliding_attention`. The default base of the latter."""
     partial: float | None = None
     """The share of a head's dimensions that turns, where config.json says none; None: all turn."""
     interleaved: Setting = False

@@ -18,7 +18,7 @@ LLAMA: Final = Family(
     mlp_bias="mlp_bias",
 )
 PLAIN: Final = replace(LLAMA, entries={"attention_bias": False}, mlp_bias=False)
-"""Attention may have biases, the MLP has none."""
+"""Attention may have biases; the MLP does not."""
 BARE: Final = replace(PLAIN, entries={}, qkv_bias=False, output_bias=False)
 GEMMA: Final = replace(
     PLAIN,

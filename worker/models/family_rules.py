@@ -10,7 +10,7 @@ from holdfast.worker.executors.layout_arithmetic import QueryScale
 
 
 def layer_types(kind_of: Callable[[Any, int], bool]) -> Callable[[Any], None]:
-    """Derives `layer_types` where config.json has none: whether a layer has a window, by config and index."""
+    """Derives a missing `layer_types`: whether a layer has a window, by config and index."""
 
     def derive(config: Any) -> None:
         if config.layer_types is None:
@@ -60,7 +60,7 @@ def shares_kv(config: Any, index: int) -> bool:
 
 
 def kv_source_gemma4(config: Any, index: int) -> int | None:
-    """The last layer of the same kind that has keys and values of its own; there is one (`stated_config.py`)."""
+    """The last layer of the same kind with its own keys and values; there is one (`stated_config.py`)."""
     if not shares_kv(config, index):
         return None
     own = config.layer_types[: config.num_hidden_layers - config.num_kv_shared_layers]

@@ -32,7 +32,7 @@ class CpuSteps:
     """Runs the steps of one rank's HF backend over one cache."""
 
     def __init__(self, model: RankModel, cache: TiledCache, attention: LayerAttention) -> None:
-        """`attention` is over the cache, and what the model's modules call."""
+        """`attention` runs over the cache, and is called by the model's modules."""
         self.numerics = INT8_NUMERICS if cache.in_int8 else ""
         self._model = model
         self._cache = cache

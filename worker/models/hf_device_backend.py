@@ -164,7 +164,7 @@ class HfDeviceBackend:
         return kv_bytes_per_token(self._model.specs, self._target.dtype)
 
     def make_sampler(self) -> DeviceSampler:
-        """Draws where the logits are. It is what waits for a step, so it has the group's limit."""
+        """Draws where the logits are. It has the group's limit, since it waits for a step."""
         group = self._target.group
         wait = StepWait(group.data_timeout_s, lambda: "the replica has failed" if group.is_aborted else None)
         self._sampler = DeviceSampler(Buffers(self._target.device), launch=self._launch, wait=wait)

@@ -18,7 +18,7 @@ from holdfast.worker.progress import ProgressCounter
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
 """query [H, T, D], key [Hkv, T, D], value [Hkv, T, Dv], scaling, sinks [H] -> [T, H, Dv], of the step that was begun.
-Keys and values are written first. A query's bits may depend on its sequence and position, on nothing else.
+Keys and values are written first. A query's bits may depend only on its sequence and position.
 """
 
 
@@ -69,7 +69,7 @@ class HfSteps(Protocol):
     def warm_up(self, max_rows: int) -> None: ...
 
     def close(self) -> None:
-        """Frees what goes before the cache. Nothing is run after it."""
+        """Frees memory that the cache needs. Nothing is run after it."""
         ...
 
 
@@ -94,5 +94,5 @@ class HfDevice(Protocol):
     def allocate(
         self, num_blocks: int, block_size: int, progress: ProgressCounter
     ) -> tuple[TiledCache | KVCache, HfSteps]:
-        """A cache, and what runs steps over it. Raises ValueError where the block size does not fit."""
+        """A cache, and the runner of steps over it. Raises ValueError where the block size does not fit."""
         ...

@@ -22,8 +22,8 @@ class ProductOf(Protocol):
     """Makes the kernel of a linear, which takes the weight [out, in] and the bias [out]."""
 
     def __call__(self, weight: Tensor, bias: Tensor | None, num_slices: int = 1, *, is_part: bool = False) -> Kernel:
-        """Inputs are summed in so many slices, which are added as a binary tree. Results have the weight's dtype; as a
-        part of a sum over ranks, float32.
+        """Inputs are summed in this many slices, which are added as a binary tree. Results have the weight's dtype; as
+        a part of a sum over ranks, float32.
         """
         ...
 
@@ -231,8 +231,8 @@ VECTOR = 64
 class RowActivation(nn.Module):
     """An activation, called on rows of whole vectors.
 
-    Torch runs over all numbers of a tensor in vectors and finishes what is left over with another formula of exp:
-    which numbers those are depends on the number of rows, unless each row is a whole number of vectors.
+    Torch computes a tensor's numbers in vectors and the remainder with another formula of exp: which numbers are in the
+    remainder depends on the number of rows, unless each row is a whole number of vectors.
     """
 
     def __init__(self, activation: nn.Module) -> None:
@@ -241,7 +241,7 @@ class RowActivation(nn.Module):
 
     @staticmethod
     def can_replace(module: nn.Module) -> bool:
-        """Whether this is one of transformers' activations, and without weights of its own."""
+        """Whether this is one of transformers' activations without weights."""
         from transformers.activations import ACT2CLS
 
         classes = {entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()}

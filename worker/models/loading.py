@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """One rank's share of a loaded model, with its cache: what a model runner needs."""
+    """One rank's share of a loaded model, with its cache, for a model runner."""
 
     backend: Backend
     cache: BlockCache
@@ -196,7 +196,7 @@ def reloaded_config(config: WorkerConfig, info: ModelInfo, folder: str) -> Worke
     cache = {"num_blocks": info.num_blocks, "block_size": block_size, "kv_cache_memory": None}
     cache |= {"num_state_slots": None if info.state_blocks else info.num_state_slots or None}
     speculation = config.speculation
-    if speculation.speculative == "draft":  # states keep room for as many drafts as before
+    if speculation.speculative == "draft":  # states keep room for the same number of drafts as before
         drafts = {"speculative": "ngram", "num_speculative_tokens": speculation.max_num_drafts}
         speculation = speculation.model_copy(update=drafts)
     return config.model_copy(
@@ -234,7 +234,9 @@ def _load_draft(config: WorkerConfig, folder: Path, loaded: LoadedBackend) -> Dr
 def _state_room(
     config: WorkerConfig, backend: Backend, target: Target, block_size: int, window: Window | None
 ) -> StateRoom:
-    """Room for states, the same on every rank: as many slots as all can have, of as many blocks as any needs."""
+    """Room for states, the same on every rank: the number of slots that all can have, of the number of blocks that any
+    needs.
+    """
     state_bytes = backend.state_bytes(config.speculation.max_num_drafts)
     if not state_bytes:
         return StateRoom()
@@ -246,7 +248,7 @@ def _state_room(
 def _block_sizes(
     config: WorkerConfig, backend: Backend, target: Target, max_model_len: int
 ) -> tuple[int, Window | None]:
-    """Tokens of a block, and what layers with a sliding window keep in blocks of their own, the same on every rank."""
+    """Tokens of a block, and the separate blocks of layers with a sliding window, the same on every rank."""
     smallest = config.cache.block_size or default_block_size(target.device)
     block_size, window = backend.block_sizes(smallest, max_model_len)
     if window is None or config.cache.kv_offload_disk is not None:  # which keeps blocks by the prefix of all layers

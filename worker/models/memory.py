@@ -1,4 +1,4 @@
-"""Memory of a model: how much it needs, estimated before it is loaded, and how many KV-cache blocks a rank gets. All
+"""Memory of a model: its needs, estimated before it is loaded, and the number of KV-cache blocks of a rank. All
 sizes are bytes of one rank; of the one with most, where shares differ.
 """
 
@@ -28,7 +28,7 @@ from holdfast.worker.models.weights import build_hf_model, model_folder, read_co
 from holdfast.worker.process_memory import available_memory, readable_bytes
 
 CPU_CACHE_LIMIT: Final = 2**30
-"""Most bytes of a rank's cache on a CPU without a setting, besides `CPU_CACHE_SHARE` of what is available."""
+"""Maximum bytes of a rank's cache on a CPU without a setting, besides `CPU_CACHE_SHARE` of the available memory."""
 
 CPU_CACHE_SHARE: Final = 0.1
 
@@ -49,7 +49,7 @@ WAYS_OUT: Final = (
 
 
 class MemoryEstimator:
-    """Answers from the config alone what a rank of a model will need. Reads no weights and allocates none."""
+    """Estimates the memory of a rank of a model from the config alone. Reads no weights and allocates none."""
 
     def __init__(self, config: WorkerConfig) -> None:
         """Raises as loading would where the config cannot be served."""
@@ -79,7 +79,7 @@ class MemoryEstimator:
         specs = [_latent_spec(hf_config) if keeps_latents else _kv_spec(hf_config, plan, layer) for layer in kept_by]
         form = BlockForm(specs, dtype, config.cache.kv_cache_dtype == "int8")
         self.window: Window | None = None
-        """Window of layers with a sliding window, if they have blocks of their own."""
+        """Window of layers with a sliding window, if they have separate blocks."""
         if device.type == "cpu":
             has_all = config.cache.kv_offload_disk is not None
             if is_native and family is not None and not (family.keeps_state or has_all):
@@ -115,7 +115,7 @@ class MemoryEstimator:
         return StateRoom.of(config, default_bytes, self.state_bytes, self.block_bytes)
 
     def num_blocks(self, cache_bytes: int, room: "StateRoom | None" = None) -> int:
-        """Blocks that fit into this much memory for the cache, beside slots with memory of their own."""
+        """Blocks that fit into this much memory for the cache, beside slots in separate memory."""
         own = 0 if room is None else room.own_slots * self.state_bytes
         return max(0, cache_bytes - own) // max(1, self.block_bytes)
 
@@ -147,12 +147,12 @@ def kv_bytes_per_token(specs: Sequence[KVSpec], dtype: torch.dtype) -> int:
 
 
 def cpu_cache_bytes() -> int:
-    """A modest default on a CPU: a tenth of the memory that is available, and no more than 1 GiB."""
+    """A modest default on a CPU: a tenth of the available memory, and at most 1 GiB."""
     return min(CPU_CACHE_LIMIT, int(available_memory() * CPU_CACHE_SHARE))
 
 
 def gpu_cache_bytes(device: torch.device, activation_bytes: int, utilization: float) -> int:
-    """Bytes left of `utilization` of a GPU's memory after what is in use and what a full step needs on top."""
+    """Bytes left of `utilization` of a GPU's memory after memory in use and a full step's needs."""
     free, total = torch.cuda.mem_get_info(device)
     return int(total * utilization) - (total - free) - activation_bytes
 
@@ -168,10 +168,10 @@ def useful_blocks(config: WorkerConfig, longest: int) -> int:
 def choose_num_blocks(
     config: CacheConfig, default_bytes: int, block_bytes: int, most_blocks: int | None, state_bytes: int = 0
 ) -> int:
-    """Blocks of this rank's cache: as set, or as many as fit the memory that is set, or the default memory, beside
-    `state_bytes` of states with memory of their own.
+    """Blocks of this rank's cache: the set number, or the number that fits the set memory, or the default memory,
+    beside `state_bytes` of states in separate memory.
 
-    `most_blocks` bounds the default where more would do little. The result may be too small to work with.
+    `most_blocks` bounds the default, since more would help little. The result may be too small to work with.
     """
     if config.num_blocks is not None:
         return config.num_blocks
@@ -188,18 +188,18 @@ MIN_SLOTS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class StateRoom:
-    """Room for states of sequences: in the place of blocks of keys and values, or in memory of their own. Neither:
+    """Room for states of sequences: shared with blocks of keys and values, or in separate memory. Neither:
     the model keeps none.
     """
 
     own_slots: int = 0
-    """Slots with memory of their own: as many as are set, or all, where blocks have no size."""
+    """Slots with separate memory: the set number, or all, if blocks have no size."""
     state_blocks: int = 0
     """Blocks that each other slot takes the place of: they weigh as much as a state, or a little more."""
 
     @classmethod
     def of(cls, config: WorkerConfig, default_bytes: int, state_bytes: int, block_bytes: int) -> "StateRoom":
-        """On a rank with `default_bytes` for the cache, unless the settings say how many."""
+        """On a rank with `default_bytes` for the cache, unless the settings give a number."""
         if not state_bytes:
             return cls()
         if config.cache.num_state_slots is not None:
@@ -216,8 +216,8 @@ class StateRoom:
 
 
 def check_num_blocks(num_blocks: int, block_bytes: int, smallest: int) -> None:
-    """Refuses a cache that is too small for `MIN_BLOCKS` sequences, of which the smallest takes so many blocks. Raises
-    `ConfigurationError`.
+    """Refuses a cache that is too small for `MIN_BLOCKS` sequences, of which the smallest takes this many blocks.
+    Raises `ConfigurationError`.
     """
     fewest = MIN_BLOCKS * smallest
     if num_blocks < fewest:

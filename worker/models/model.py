@@ -77,7 +77,7 @@ class RankModel:
             module.paged_attention = attention(index)
 
     def detach(self) -> None:
-        """Forgets what was attached, and with it the cache."""
+        """Removes all that was attached, and with it the cache."""
         for module in self._attentions:
             del module.paged_attention
 
@@ -168,7 +168,7 @@ def choose_device(config: ModelConfig) -> torch.device:
 
 
 def serving_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:
-    """The dtype to compute in: what the settings say, else the checkpoint's, else float32."""
+    """The compute dtype: the setting, or else the checkpoint's, or else float32."""
     if config.dtype == "auto":
         return hf_config.dtype or torch.float32
     dtype: torch.dtype = getattr(torch, config.dtype)
@@ -199,11 +199,11 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """The attention function of Hugging Face's contract: query [1, H, T, D], key and value before repetition.
 
-    Returns [1, T, H, Dv] and no weights. Raises `UnsupportedModelError` for what the paged cache cannot honour.
+    Returns [1, T, H, Dv] and no weights. Raises `UnsupportedModelError` for a model that the paged cache cannot serve.
     """
     unknown = [name for name in others.keys() - _IGNORED if others[name] is not None]
     if attention_mask is not None or is_causal is False or unknown:
-        what = ", ".join(sorted(unknown)) or "a mask of its own"
+        what = ", ".join(sorted(unknown)) or "a separate mask"
         raise UnsupportedModelError(module.config.model_type, f"its attention is called with {what}", OTHER_ENGINE)
     if scaling is None:
         scaling = query.shape[-1] ** -0.5

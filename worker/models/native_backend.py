@@ -52,7 +52,7 @@ class NativeBackend:
         if isinstance(executor, OverlappingExecutor) and isinstance(self.sampler, OverlappingSampler):
             self.overlapping = executor if executor.overlaps else None
         self.multi_step = executor if isinstance(executor, MultiStepExecutor) else None
-        """Executor that runs several steps on one batch, if it is one that can."""
+        """Executor that runs several steps on one batch, if this one can."""
         self.run = executor.run
         """Runs one step, as `Backend.run`."""
         self._windowed = executor if isinstance(executor, CpuExecutor) else None  # whose layers may give blocks back
@@ -65,7 +65,7 @@ class NativeBackend:
         return self.executor.kv_bytes_per_token
 
     def block_sizes(self, block_size: int, max_model_len: int) -> tuple[int, Window | None]:
-        """Tokens of a block, and what layers with a sliding window keep in blocks of their own, if they do."""
+        """Tokens of a block, and the separate blocks of layers with a sliding window, if they have some."""
         if self._windowed is None or self._windowed.state_bytes(0):
             return block_size, None
         return self._windowed.block_form.sizes(block_size, max_model_len)
@@ -99,7 +99,9 @@ class NativeBackend:
         self.executor.drop_cache()
 
     def warm_up(self, max_rows: int) -> None:
-        """Does now what steps of up to `max_rows` sequences that decode would do once. Overwrites the first block."""
+        """Does the one-time work of decode steps of up to `max_rows` sequences in advance. Overwrites the first
+        block.
+        """
         self.executor.warm_up(max_rows)
 
     def close(self) -> None:
@@ -135,7 +137,9 @@ def _reason_of_any(
     block_size: int,
     device: torch.device,
 ) -> str | None:
-    """Why one of the ranks does not run its share: it has no layout for a `reason`, or none that runs."""
+    """The reason why one of the ranks does not run its share: its layout failed for a `reason`, or none is
+    supported.
+    """
     if layout is not None:
         reason = _unfit_for(layout, device, group.size, block_size) or _unavailable(device)
     if not all_ranks(group, reason is None):
@@ -159,7 +163,7 @@ def make_backend(
     device: torch.device = _CPU,
     kv_cache_dtype: KVCacheDtype = "auto",
 ) -> NativeBackend | str:
-    """Packs a model and proves its executor on this machine; or says what the executor gets wrong. Keys and values in
+    """Packs a model and proves its executor on this machine; or returns the executor's error. Keys and values in
     int8 are for executors on CPUs alone, in fp8 for those on GPUs.
 
     The memory of the layout's linears is given back while they are packed: afterwards only those in files can be read.
@@ -185,7 +189,7 @@ def make_backend(
         executor.keep_kv_in_code()
         numerics += f"+{executor.kv_code_numerics}"
     logger.info(
-        "native backend on %s: errors are %.2f of what is allowed", executor.instruction_class, proof.model_error
+        "native backend on %s: errors are %.2f of the allowed error", executor.instruction_class, proof.model_error
     )
     return NativeBackend(executor, numerics)
 
@@ -243,7 +247,7 @@ def all_ranks(group: TensorParallelGroup, fine: bool) -> bool:
 
 
 class _Provable:
-    """The executor for a proof: one short sequence, in a small cache of its own."""
+    """The executor for a proof: one short sequence, in a small separate cache."""
 
     def __init__(self, executor: Executor, block_size: int) -> None:
         self._executor = executor

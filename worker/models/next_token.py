@@ -3,8 +3,8 @@ GLM's MTP).
 
     input = W [norm(embedding of token t + 1) | norm(final norm(hidden of token t))];  head(norm(layer(input)))
 
-Its output takes the place of the hidden state for the token after that. It runs on the leading rank, whole, with a
-cache of its own that has the blocks of the model's, and draws with the model's noise, as a draft model does
+Its output takes the place of the hidden state for the token after that. It runs whole on the leading rank, with a
+separate cache that has the block ids of the model's, and draws with the model's noise, as a draft model does
 (`draft_model.py`). The hidden states of the model's last step are read in the next one: those of the prompt, and those
 of accepted drafts, which are computed again from the model's own states. Positions whose hidden states are gone, such
 as those of a cached prefix, are left out: no output token depends on the bits of a draft.
@@ -57,7 +57,7 @@ class NextTokenParts:
 
 
 def read_next_token(config: ModelConfig, folder: Path) -> NextTokenParts:
-    """The next-token layer of a checkpoint. Raises `ConfigurationError` where there is none that can be used."""
+    """The next-token layer of a checkpoint. Raises `ConfigurationError` if there is no usable one."""
     raw = {**served_config(read_json(folder / "config.json"), folder), **config.config_changes}
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None or family.next_token is None:
@@ -121,8 +121,8 @@ class NextTokenLayer:
     def load(
         cls, config: WorkerConfig, folder: Path, backend: Backend, max_len: int, *, leads: bool
     ) -> "NextTokenLayer | None":
-        """On the leading rank; None on the others, whose steps keep as many rows. Raises `ConfigurationError` on all
-        ranks alike.
+        """On the leading rank; None on the other ranks, whose steps keep the same number of rows. Raises
+        `ConfigurationError` on all ranks alike.
         """
         if not isinstance(backend, NativeBackend) or not isinstance(backend.executor, CpuExecutor):
             raise _refused(config.model, "the native executor on CPUs alone runs it")
@@ -140,7 +140,7 @@ class NextTokenLayer:
         return self._executor.kv_bytes_per_token
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
-        """Gives it as many blocks as the model has."""
+        """Gives it the model's number of blocks."""
         self._cache = self._executor.allocate_cache(num_blocks, block_size)
         self._block_size = block_size
 
@@ -150,7 +150,7 @@ class NextTokenLayer:
         self._executor.close()
 
     def take(self, plan: StepPlan) -> None:
-        """Keeps what the model's step on this plan left, until the sequences' next steps."""
+        """Keeps the hidden states of the model's step on this plan, until the sequences' next steps."""
         rows = self._model.hidden
         start = 0
         for sequence in plan.sequences:
@@ -165,7 +165,7 @@ class NextTokenLayer:
             num_rows -= len(self._kept.pop(oldest)[1])
 
     def guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-        """The drafts of each of a plan's sequences, as many as their `drafting` asks for; empty if there is nothing to
+        """The drafts of each of a plan's sequences, up to the number in its `drafting`; empty if there is nothing to
         read.
         """
         if plan.block_copies:
@@ -181,7 +181,7 @@ class NextTokenLayer:
         return tuple(work.drafts for work in works) if number else ()
 
     def _pass(self, step_id: int, works: Sequence["_Pairs"]) -> None:
-        """Reads the pairs of each, and guesses a token of those that want more."""
+        """Reads the pairs of each, and guesses a token for each sequence that wants more."""
         plan = StepPlan(step_id=step_id, others=tuple(work.share(self._block_size) for work in works))
         batch = StepBatch.of(plan)
         inputs = self._inputs(batch.token_ids.tolist(), torch.cat([work.hidden for work in works]))

@@ -1,5 +1,5 @@
 """Tensor-parallel plan of a model: Hugging Face's plan, read as cuts of its parameters. An unknown style is an error: a
-layer that is replicated by mistake next to one that is split silently gives wrong numbers.
+layer that is wrongly replicated next to a split one silently gives wrong numbers.
 """
 
 import re
@@ -26,7 +26,7 @@ class Split(Enum):
     ROWS = auto()
     """Each rank takes some of the inputs; the outputs are partial sums."""
     SUM = auto()
-    """The module's parameters are split one by one; what it returns is a partial sum."""
+    """The module's parameters are split one by one; its result is a partial sum."""
     ONCE = auto()
     """The first rank has it, the others have zeros: a bias inside a partial sum."""
 
@@ -69,7 +69,7 @@ STYLES: Final[Mapping[str, Style]] = {
 }
 
 _NORMED_HEADS: Final = {"cohere": "use_qk_norm", "stablelm": "qk_layernorm"}
-"""Settings under which each head has a norm of its own, which heads that moved to another rank would miss."""
+"""Settings under which each head has a separate norm, which heads that moved to another rank would miss."""
 
 _GATHERED: Final = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
 
@@ -173,7 +173,8 @@ LOCAL_COUNTS: Final[Mapping[str, tuple[str, ...]]] = {
 class Segment:
     """A contiguous stretch of a dimension, in `num_chunks` equal chunks, such as the queries of a fused QKV.
 
-    With fewer chunks than ranks, neighbouring ranks hold the same chunk; with `shares`, each holds so many of them.
+    With fewer chunks than ranks, neighbouring ranks hold the same chunk; with `shares`, each holds its number of
+    chunks.
     """
 
     length: int
@@ -242,7 +243,7 @@ class ParallelPlan:
     """
 
     def __init__(self, config: Any, rules: Mapping[str, str], size: int, *, may_be_uneven: bool = False) -> None:
-        """`may_be_uneven`: ranks may have unequal shares, of linears of which none is fused."""
+        """`may_be_uneven`: ranks may have unequal shares, if no linear is fused."""
         self.config = config
         self.size = size
         self._may_be_uneven = may_be_uneven

@@ -56,7 +56,7 @@ def parallelize(
     Raises `UnsupportedModelError` where the plan does not fit the modules. `progress` gets modules done and in all.
     """
     share = _Share(model, plan, source, target)
-    modules = list(model.named_modules())[::-1]  # what is inside a module is exchanged before it
+    modules = list(model.named_modules())[::-1]  # submodules are exchanged before their module
     for done, (name, module) in enumerate(modules, start=1):
         replacement = share.of(name, module)
         if replacement is not module:
@@ -143,7 +143,7 @@ class _Share:
         return slices_of_rank(num_inputs * group.size, num_heads, kv_heads, group.rank, group.size)
 
     def _embedding(self, name: str, module: nn.Embedding) -> nn.Module:
-        """The vocabulary's embedding, by rows; a kind with a forward of its own, whole, unless it only scales."""
+        """The vocabulary's embedding, by rows; an embedding with its own forward whole, unless it only scales."""
         scale = getattr(module, "embed_scale", None)
         if type(module) is not nn.Embedding and not isinstance(scale, Tensor):
             self._take_tensors(name, module)
@@ -195,9 +195,9 @@ class _Share:
         return self._place(local, strided)
 
     def _place(self, tensor: Tensor, strided: bool = False) -> Tensor:
-        """On the device, in the serving dtype; what the checkpoint keeps in another dtype stays so.
+        """On the device, in the serving dtype; tensors that the checkpoint keeps in another dtype stay in it.
 
-        Contiguous, unless it may be `strided`: then a CPU copies nothing, and reads no more of a file than it uses.
+        Contiguous, unless it may be `strided`: then a CPU copies nothing, and reads only the used part of a file.
         """
         dtype = self._target.dtype if tensor.dtype == self._stored_dtype else tensor.dtype
         stays = strided and self._target.device.type == "cpu"

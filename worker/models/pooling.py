@@ -1,4 +1,4 @@
-"""Pooled models: what a checkpoint's files make of a prompt's states, and the arithmetic behind the last layer.
+"""Pooling models: the meaning of a checkpoint's files for a prompt's states, and the arithmetic behind the last layer.
 
 The source is `modules.json` in a folder of sentence-transformers, the head of a classification model, or, where the
 files have neither, the settings `model.runner`, `model.convert` and `model.pooling_type`. All of it is computed in
@@ -162,9 +162,7 @@ def load_pooler(config: ModelConfig, folder: Path) -> Pooler | None:
 
 
 def check_pooled(config: ModelConfig, folder: Path) -> None:
-    """Raises `UnsupportedModelError` for a model whose states are to be pooled and are not computed here: before it is
-    loaded.
-    """
+    """Raises `UnsupportedModelError` for a pooling model whose states are not computed here, before it is loaded."""
     raw = {**read_json(folder / "config.json"), **config.hf_overrides}
     model_type = str(served_config(raw, folder).get("model_type"))
     if model_type in FAMILIES or _task(config, raw, folder) is None:
@@ -203,7 +201,7 @@ def _task(config: ModelConfig, raw: Mapping[str, Any], folder: Path) -> PoolingT
 
 
 class _FolderReader:
-    """Reads what a folder says of one pooled model."""
+    """Reads the files of one pooling model."""
 
     def __init__(self, config: ModelConfig, raw: Mapping[str, Any], folder: Path) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""Check at load: whether an executor computes what the reference executor computes of the same layout.
+"""Check at load: whether an executor's results equal the reference executor's for the same layout.
 
 The reference is asked first: each kind of layer and the whole model. Then the executor is checked by its answers: its
 error may be about twice that of the reference's arithmetic in the model's dtype. The weights may be gone by then.
@@ -44,8 +44,8 @@ class Executor(Protocol):
         ...
 
     def run_model(self, token_ids: Tensor) -> Tensor | None:
-        """Token ids [T] of one sequence from its first position on -> logits [T, vocab], float32, at the leader; others
-        may have none.
+        """Token ids [T] of one sequence from its first position on -> logits [T, vocab], float32, at the leader; other
+        ranks may return None.
         """
         ...
 
@@ -57,7 +57,7 @@ class Answer:
     exact: Tensor
     """[T, n], computed in float32."""
     change: Tensor
-    """[T]: the length of what was added to the input. Errors count in relation to it."""
+    """[T]: the length of the addition to the input. Errors count in relation to it."""
     allowed: Tensor
     """[T]"""
 
@@ -65,7 +65,7 @@ class Answer:
         return bool(self.exact.isfinite().all() and self.allowed.isfinite().all())
 
     def excess(self, ours: Tensor) -> Tensor:
-        """The error of `ours`, as a multiple of what is allowed; of the worst row but for `_QUANTILE`."""
+        """The error of `ours`, as a multiple of the allowed error; of the worst row within `_QUANTILE`."""
         error = (ours.float() - self.exact).norm(dim=-1) / self.change
         excess = (error / self.allowed).nan_to_num(torch.inf, torch.inf)
         return torch.quantile(excess, _QUANTILE, interpolation="higher")
@@ -83,7 +83,7 @@ class LayerAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """Results of the reference: all that a check of an executor needs."""
+    """Results of the reference, for checks of executors."""
 
     layers: tuple[LayerAnswer, ...]
     """One of each kind."""
@@ -94,7 +94,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A layout and the answers of the reference: all that a native backend is made of."""
+    """A layout and the answers of the reference: the input of a native backend."""
 
     layout: DecoderLayout
     answers: Answers
@@ -107,7 +107,7 @@ class Proof:
     reason: str | None
     """Why the executor is not to be used, for the log; None: it is."""
     layer_error: float
-    """The worst error of a layer, as a multiple of what is allowed; likewise of the whole model."""
+    """The worst error of a layer, as a multiple of the allowed error; likewise of the whole model."""
     model_error: float
 
 
@@ -151,7 +151,7 @@ def check(executor: Executor, answers: Answers, group: TensorParallelGroup) -> P
         logits = executor.run_model(answers.token_ids)
         excess = torch.zeros(()) if logits is None else _excess_of_logits(answers.logits, logits)
         error = _worst_of_ranks(excess, group)
-    wrong = None if error <= 1.0 else f"its logits are wrong by {error:.3g} times what is allowed"
+    wrong = None if error <= 1.0 else f"its logits are wrong by {error:.3g} times the allowed error"
     return Proof(reason=wrong, layer_error=worst, model_error=error)
 
 

@@ -27,7 +27,7 @@ _TRANSPOSED: Final = ("gpt2",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainWeight(StoredMatrix):
-    """A weight [out, in] that is to be quantized, or a range of its rows and columns."""
+    """A weight [out, in] to be quantized, or a range of its rows and columns."""
 
     name: str
     source: Tensor
@@ -51,7 +51,7 @@ class PlainWeight(StoredMatrix):
         Raises `ConfigurationError` that names a weight with numbers that are not finite.
         """
         outputs, group = self.scheme.block
-        assert outputs == 1, "an output has scales of its own"
+        assert outputs == 1, "an output has separate scales"
         first, last = _whole_groups(self.columns, group or self.source.shape[1])
         own = self.source[slice(*self.rows)]
         try:
@@ -88,7 +88,7 @@ def _whole_groups(columns: tuple[int, int], group: int) -> tuple[int, int]:
 
 
 class QuantizingTensors:
-    """The tensors of a plain checkpoint, those that stay as they are among them. Each is taken once."""
+    """The tensors of a plain checkpoint, including the ones that stay unquantized. Each is taken once."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], quantization: Quantization) -> None:
         """Opens the checkpoint in `folder`, whose config.json has `config`. The head of a tied model is made of the
@@ -120,7 +120,7 @@ class QuantizingTensors:
         return [*sorted(self.left), *([] if self._table is None or (has_head and not self._is_tied) else [HEADS[0]])]
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor | PlainWeight | None:
-        """The tensor of a parameter; None: there is none of this name."""
+        """The tensor of a parameter; None: there is no tensor of this name."""
         stored = self._tensors.pop(name, None)
         if is_head(name) and (self._is_tied or stored is None):
             stored = self._table
@@ -142,6 +142,6 @@ class QuantizingTensors:
 
     @property
     def left(self) -> set[str]:
-        """The names of those that were not taken and are of use."""
+        """Names of unused tensors that matter."""
         unused = {name for name in self._tensors if name.rpartition(".")[2] in UNUSED}
         return self._tensors.keys() - unused - {name for name in self._tensors if self._is_tied and is_head(name)}

@@ -41,7 +41,7 @@ class RankShare:
     ) -> None:
         """`kept`: what quantized weights stay, where their form allows it.
 
-        Raises `UnsupportedModelError` where so many ranks cannot share the model.
+        Raises `UnsupportedModelError` if this many ranks cannot share the model.
         """
         self.config = config
         self.family = family
@@ -59,8 +59,8 @@ class RankShare:
         return self._kept is Kept.UNITS
 
     def part(self, length: int, num_chunks: int | None = None) -> tuple[int, int]:
-        """Start and length of this rank's share of so many features. With fewer chunks than ranks, neighbours have the
-        same.
+        """Start and length of this rank's share of this many features. With fewer chunks than ranks, neighbours have
+        the same.
         """
         if self._shares is None:
             segment = Segment(length, self.size if num_chunks is None else min(num_chunks, self.size))
@@ -72,7 +72,7 @@ class RankShare:
         return segment.of_rank(self.rank, self.size)
 
     def slices(self, length: int) -> int:
-        """Slices of this rank's share of a sum over so many heads, or inputs, of the whole model."""
+        """Slices of this rank's share of a sum over this many heads, or inputs, of the whole model."""
         config = self.config
         return slices_of_rank(length, config.num_attention_heads, config.num_key_value_heads, self.rank, self.size)
 
@@ -88,8 +88,8 @@ class RankShare:
         may_stay: bool = True,
         together: int = 1,
     ) -> Linear:
-        """Linears whose outputs ranks share, stacked: one for each of `outputs`, or one that is fused. `may_stay`:
-        quantized. `together`: each part is packed in runs of a multiple of so many outputs, on any rank.
+        """Linears whose outputs ranks share, stacked: one for each of `outputs`, or a fused one. `may_stay`:
+        quantized. `together`: each part is packed in runs of a multiple of this many outputs, on any rank.
         """
         sizes = [size for size, _ in outputs]
         lengths = sizes if len(names) == len(sizes) else [sum(sizes)]
@@ -152,8 +152,8 @@ class RankShare:
         return self._kept is Kept.UNITS and is_fit
 
     def _are_codes(self, share: StoredMatrix) -> bool:
-        """Whether the executor takes it by its codes. On CPUs it packs numbers of them, one piece at a time: of those
-        that are floating-point.
+        """Whether the executor takes it by its codes. On CPUs, floating-point weights are converted to its numbers, one
+        piece at a time.
         """
         form = share.code_form
         if self._kept is Kept.UNITS:
@@ -171,7 +171,9 @@ class RankShare:
     # --- the vocabulary ---
 
     def head(self, whole: Weight, bias: Weight | None, *, is_table: bool) -> Linear:
-        """This rank's rows of the head. One that is the table too is no codes, for rows are read of it."""
+        """This rank's rows of the head. A head that is also the embedding table is not coded, since its rows are
+        read.
+        """
         own = None if bias is None else self._table(bias).float()
         share = self._coded(share_of_vocabulary(whole, self.rank, self.size))
         if isinstance(share, StoredMatrix) and self._are_units(share, 1):

@@ -92,8 +92,8 @@ class Reference:
         return logits if layout.logit_softcap is None else softcapped(logits, layout.logit_softcap)
 
     def run_layer(self, index: int, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """The residual stream [T, hidden] of one sequence, after layer `index`. Inputs of its own are those of token 0
-        where x enters the first layer; keys and values of another layer are those that it makes of x.
+        """The residual stream [T, hidden] of one sequence, after layer `index`. Per-layer inputs are those of token 0
+        where x enters the first layer; shared keys and values are computed from x.
         """
         positions = torch.arange(len(x)) if positions is None else positions
         x = x.to(self._dtype)
@@ -119,7 +119,7 @@ class Reference:
             y = self._norm(layer.beside.mlp_out_norm, y) + self._beside(layer.beside, x)
         x = x + self._out(layer, layer.mlp_out_norm, y)
         if layer.input is not None:
-            assert carried.inputs is not None, "layers with inputs of their own have some"
+            assert carried.inputs is not None, "layers with per-layer inputs have some"
             x = x + self._input(layer.input, x, carried.inputs[:, index])
         return x * layer.output_scale
 
@@ -134,7 +134,7 @@ class Reference:
         return (context + rows * inputs.table_scale) * inputs.scale
 
     def _input(self, own: LayerInput, x: Tensor, inputs: Tensor) -> Tensor:
-        """x [T, hidden], inputs [T, dim]: what is added to x."""
+        """x [T, hidden], inputs [T, dim]: the additions to x."""
         gated = activated(own.activation, self._linear(own.gate, x)) * inputs
         return self._norm(own.norm, self._linear(own.projection, gated))
 
@@ -167,7 +167,7 @@ class Reference:
         return y if norm.bias is None else y + norm.bias.to(self._dtype)
 
     def _mix(self, index: int, x: Tensor, carried: "_Carried") -> Tensor:
-        """Attention over the normed rows [T, hidden], or what is in its place; zeros where nothing is."""
+        """Attention over the normed rows [T, hidden], or the module in its place; zeros if there is neither."""
         state, attention = self._layout.layers[index].state, self._layout.layers[index].attention
         if isinstance(state, ShortConv):
             return self._convolve(state, x)
@@ -335,7 +335,7 @@ class Reference:
         return gated(mlp, *up.chunk(2, -1))
 
     def _mixture(self, experts: Experts, x: Tensor, routed: Tensor | None = None) -> Tensor:
-        """`routed`: what the router is given, if it is not the experts' input."""
+        """`routed`: the router's input, if it is not the experts' input."""
         chosen, weights = self._route(experts, x if routed is None else routed)
         total = torch.zeros_like(x)
         for number, expert in enumerate(experts.experts):

@@ -10,7 +10,7 @@ from holdfast.worker.executors.state_layers import GatedDeltaNet
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """The product of a linear, in the dtype of `x`: so many outputs at a time, into one result, by way of one buffer.
+    """The product of a linear, in the dtype of `x`: this many outputs at a time, into one result, by way of one buffer.
 
     Small results between large buffers would keep the C heap from using the buffers' memory again.
     """
@@ -100,14 +100,14 @@ def convolved(x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def delta_parts(net: GatedDeltaNet) -> list[int]:
-    """Lengths of what is mixed, of rates, and of gates or their inputs, among the outputs of `net.inputs`."""
+    """Lengths of the convolved part, of rates, and of gates or their inputs, among the outputs of `net.inputs`."""
     first = [net.num_channels, net.num_value_heads]
     return [*first, net.inputs.out_features - sum(first)]
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, *, recalls: bool = True) -> Tensor:
     """The gated delta rule, token by token: q, k [T, heads, keys], v [T, heads, values], rate [T, heads], decay
-    [T, heads] or [T, heads, keys]. Without what it recalls, the state space of Mamba2.
+    [T, heads] or [T, heads, keys]. Without the delta rule's recall, the state space of Mamba2.
     """
     decay = decay.reshape(*decay.shape[:2], -1, 1)
     state, out = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1]), torch.empty_like(v)

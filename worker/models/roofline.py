@@ -1,5 +1,5 @@
 """Roofline of a model on a GPU: bytes and operations of each kernel of the GPU executor, over a device's rates. A step
-takes no less than this; what it takes more is launches, the host, and kernels that do not reach the rates.
+takes at least this long; the rest is launches, the host, and kernels below the peak rates.
 
 Figures of devices are those of their data sheets (NVIDIA A100 SXM 80 GB, H100 SXM, H200 SXM, B200 of HGX): dense
 bfloat16 rates, without sparsity. NVLink rates are of one direction.
@@ -72,7 +72,7 @@ class ModelShape:
     """Experts of each layer. 0: it has an MLP."""
     experts_per_token: int = 0
     shared_inner: int = 0
-    """Inner size of the expert that all tokens pass through. 0: there is none."""
+    """Inner size of the shared expert. 0: there is none."""
     kv_in_fp8: bool = False
     """Keys and values are kept in fp8."""
     weight_bits: float = 16.0
@@ -117,7 +117,7 @@ class ModelShape:
         )
 
     def experts_read(self, num_rows: int) -> float:
-        """Experts whose weights a layer reads for so many rows, if each row chooses any of them alike. That is an
+        """Experts whose weights a layer reads for this many rows, if each row chooses experts uniformly. That is an
         assumption: rows that are alike choose fewer.
         """
         return self.num_experts * (1.0 - (1.0 - self.experts_per_token / self.num_experts) ** num_rows)
@@ -307,7 +307,7 @@ def _ends(shape: ModelShape, num_sequences: int, num_tokens: int, tp: int) -> tu
 def _linear(
     name: str, launches: int, rows: int, inputs: int, outputs: int, parts: int, bits: float, num_weights: float = 1.0
 ) -> Kernel:
-    """Weights of so many bits and inputs are read once, and float32 outputs written, one for each part of the sum."""
+    """Weights of this many bits and inputs are read once, and float32 outputs written, one for each part of the sum."""
     num_bytes = num_weights * inputs * outputs * bits / 8 + rows * inputs * _HALF + parts * rows * outputs * _FLOAT
     return Kernel(name, launches, launches * num_bytes, launches * 2.0 * rows * inputs * outputs)
 

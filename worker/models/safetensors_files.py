@@ -40,8 +40,8 @@ class MappedTensor:
 
 
 def mapped_tensors(folder: Path, others: str | None = None) -> dict[str, MappedTensor]:
-    """The tensors of the files that Hugging Face would read, without those of other models beside the text model but
-    for those whose names begin with `others`.
+    """The tensors of the files that Hugging Face would read, without tensors of other models beside the text model,
+    except names that begin with `others`.
 
     Raises `ConfigurationError` that names tensor and file: it is there twice, of no type that is read, or of a shape
     that does not fit its bytes.

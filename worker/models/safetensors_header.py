@@ -23,7 +23,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def checked_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The same of a file that nobody has looked at: every entry is what the format says, and is there once.
+    """The same for an unchecked file: every entry must follow the format, and occur once.
 
     Raises `ValueError`, and what else comes of JSON that is no header.
     """

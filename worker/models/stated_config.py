@@ -1,8 +1,8 @@
 """Configs of stated families: config.json as transformers reads it, without transformers.
 
-Entries that no entry of the family names are ignored, as transformers' code ignores them
-(`tests/worker/models/test_stated_config.py` watches what it reads). A value that is not understood is a reason for the
-HF backend (`NotStated`), never a guess.
+Entries that the family does not name are ignored, as transformers' code ignores them
+(`tests/worker/models/test_stated_config.py` watches its reads). A value that is not understood is a reason for the HF
+backend (`NotStated`), never a guess.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -28,7 +28,7 @@ _ROPE_NEEDS: Final[Mapping[str, frozenset[str]]] = {
 up to the length that a model is served with at most (`worker/models/checks.py`)."""
 
 _LENGTH_IS_ORIGINAL: Final = ("llama3", "yarn", "longrope")
-"""Kinds whose original length is that of the model where none is given."""
+"""Kinds whose original length defaults to the model's."""
 
 
 class NotStated(Exception):

@@ -18,7 +18,7 @@ def latent_attention(share: RankShare, prefix: str, rotary: int | None) -> Laten
     """Latent attention of the layer whose tensors have names with this prefix, and with these rotary angles of the
     layout. Ranks share the query heads; each has the whole latent.
 
-    Raises `NotStated` for what no layout can say.
+    Raises `NotStated` for a config that no layout can express.
     """
     config, family = share.config, share.family
     rank, latent, rope = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim

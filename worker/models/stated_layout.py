@@ -36,8 +36,8 @@ _CPU: Final = torch.device("cpu")
 def read_stated(
     config: ModelConfig, folder: Path, group: TensorParallelGroup, device: torch.device = _CPU
 ) -> tuple[DecoderLayout, ModelFacts] | str:
-    """This rank's share of the checkpoint in `folder`, and what is known of its model; or why Hugging Face's modules
-    must run it, where an error shows too. On CPUs shares of ranks may be unequal.
+    """This rank's share of the checkpoint in `folder`, and the facts of its model; or the reason why Hugging Face's
+    modules must run it, including errors. On CPUs shares of ranks may be unequal.
     """
     try:
         stated = stated_config_of(config, folder)
@@ -64,7 +64,7 @@ def stated_layout(
     """This rank's share, to be served in `dtype`, of a model whose config was read by `stated_config.py`. `kept`: what
     quantized weights stay, where their form allows it.
 
-    Raises `NotStated`, and `UnsupportedModelError` where so many ranks cannot share the model.
+    Raises `NotStated`, and `UnsupportedModelError` if this many ranks cannot share the model.
     """
     share = RankShare(config, FAMILIES[config.model_type], tensors, group, dtype, kept)
     layout = LayoutBuilder(share).layout()
@@ -126,7 +126,7 @@ class LayoutBuilder:
         return layout, table
 
     def _own_head(self, table: Weight) -> Weight | None:
-        """The head, where it is not the table: also a head that is stored, and differs from what it is tied to."""
+        """The head, if it is not the embedding table: also a stored head that differs from the table it is tied to."""
         shape = (self._config.vocab_size, self._config.hidden_size)
         if not self._config.tie_word_embeddings:
             return self._share.tensors.take("lm_head.weight", shape)
@@ -156,8 +156,8 @@ class LayoutBuilder:
         }
 
     def _layers(self, rotaries: tuple[str, ...]) -> Iterator[Layer]:
-        """Layers in order; of single halves, a layer has one that mixes tokens and the MLP behind it, if they are
-        there.
+        """Layers in order; for single half layers, a layer has one that mixes tokens and the MLP after it, if they
+        exist.
         """
         if not self._family.has_single_halves:
             yield from (self._layer(index, rotaries) for index in range(self._config.num_hidden_layers))

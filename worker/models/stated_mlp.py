@@ -26,7 +26,7 @@ _ACTIVATIONS: Final = {
 
 
 class MlpBuilder:
-    """Builds what a layer has after attention."""
+    """Builds the part of a layer after attention."""
 
     def __init__(self, share: RankShare) -> None:
         """Raises `NotStated` for an activation that no layout can say."""
@@ -112,7 +112,7 @@ class MlpBuilder:
         )
 
     def token_inputs(self) -> TokenInputs | None:
-        """The inputs of all layers, if the model has them. Raises `NotStated` where some tokens have none."""
+        """The inputs of all layers, if the model has them. Raises `NotStated` if some tokens have none."""
         own, config, share = self._family.own_inputs, self._config, self._share
         if own is None or not (dim := getattr(config, own.dim)):
             return None
@@ -156,7 +156,7 @@ class MlpBuilder:
         return self._share.vector(prefix + moe.selection_bias, (1, count) if moe.is_row else (count,))
 
     def _experts_together(self, moe: Moe, prefix: str, count: int) -> tuple[Mlp, ...]:
-        """Experts from one tensor for all; or one by one, where there is none."""
+        """Experts from one tensor for all; or one by one, if there is none."""
         inner, hidden = getattr(self._config, moe.inner), self._config.hidden_size
         first, length = self._share.part(inner)
         if not self._family.has_gate:

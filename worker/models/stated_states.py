@@ -112,7 +112,7 @@ class MambaBuilder:
         return self._cut(torch.cat([torch.full((n,), scales.input * getattr(scales, one)) for n, one in parts]))
 
     def _of_heads(self, name: str) -> Tensor:
-        """Numbers as they are stored: what is rounded here would change every decay."""
+        """Numbers as stored: rounding here would change every decay."""
         return self._share.vector(name, (self._heads,)).narrow(0, *self._share.part(self._heads))
 
     def _norm(self, name: str, *, has_norm: bool) -> Norm:
@@ -216,8 +216,8 @@ class DeltaNetBuilder:
 
 
 class KimiDeltaBuilder:
-    """Builds Kimi Delta Attention: as many key as value heads, a decay for each key, gates of two linears. Ranks share
-    heads, and each has the first linears of gates whole.
+    """Builds Kimi Delta Attention: equal numbers of key and value heads, a decay for each key, gates of two linears.
+    Ranks share heads, and each has the first linears of gates whole.
     """
 
     def __init__(self, share: RankShare) -> None:

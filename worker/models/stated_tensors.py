@@ -17,7 +17,7 @@ from holdfast.worker.models.stated_config import NotStated
 from holdfast.worker.models.weights import DummyWeights
 
 Weight = Tensor | StoredMatrix
-"""A checkpoint's tensor, a view of a mapped file: its numbers, or what they are made of."""
+"""A checkpoint's tensor, a view of a mapped file: its numbers, or their sources."""
 
 _UNUSED: Final = r"rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$|^score\.weight$"
 """Tensors of old checkpoints that transformers computes now, and the head of pooled models (`pooling.py`)."""
@@ -42,7 +42,9 @@ class StoredTensors:
         self._dtype = dtype
 
     def find(self, name: str, shape: tuple[int, ...]) -> Weight | None:
-        """The tensor of this name and shape; None: there is none of the name. Raises `NotStated` for another shape."""
+        """The tensor of this name and shape; None: there is no tensor of this name. Raises `NotStated` for another
+        shape.
+        """
         for known in self._names(name):
             if (found := self._source.take(known, shape)) is not None:
                 if tuple(found.shape) != shape:
@@ -51,7 +53,7 @@ class StoredTensors:
         return None
 
     def take(self, name: str, shape: tuple[int, ...]) -> Weight:
-        """Same as `find`. Raises `NotStated` where there is none."""
+        """Same as `find`. Raises `NotStated` if there is none."""
         found = self.find(name, shape)
         if found is None:
             raise NotStated(f"the tensor {name} is missing")
@@ -59,7 +61,7 @@ class StoredTensors:
 
     @property
     def may_repeat_head(self) -> bool:
-        """Whether a head that is tied to the table may be stored all the same."""
+        """Whether a head that is tied to the table may be stored as well."""
         return isinstance(self._source, _PlainTensors)
 
     def numbers(self, weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -98,7 +100,7 @@ def stored_tensors(config: ModelConfig, stated: Any, folder: Path, family: Famil
 
 
 def drafting_tensors(stated: Any, folder: Path, family: Family, base: str) -> StoredTensors:
-    """Tensors of the files as they are, those whose names begin with `base` among them."""
+    """Tensors of the files as they are, including names that begin with `base`."""
     return StoredTensors(_PlainTensors(folder, base), family, stated.dtype)
 
 

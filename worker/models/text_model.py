@@ -80,7 +80,7 @@ _OUTER: Final = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")
 
 
 def served_config(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """`raw`, the config.json of `folder`; of a checkpoint with several models, what it would be for its text model."""
+    """`raw`, the config.json of `folder`; for a checkpoint with several models, the part of its text model."""
     if holds_text_model(raw):
         return text_config(raw, _names(folder))
     known = _OTHER_NAMES.get(str(raw.get("model_type")))
@@ -108,7 +108,8 @@ def holds_text_model(raw: Mapping[str, Any]) -> bool:
 def text_config(raw: Mapping[str, Any], names: Iterable[str] = ()) -> dict[str, Any]:
     """The config of the text model, by that of all models and the names of the stored tensors.
 
-    The text model has a head of its own if the files have one, as transformers decides; without names config.json says.
+    The text model has a separate head if the files have one, as transformers decides; without names config.json
+    decides.
     """
     outer = str(raw["model_type"])
     inner = raw.get("text_config")

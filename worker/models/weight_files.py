@@ -21,7 +21,7 @@ from holdfast.worker.models.safetensors_header import INDEX, checked_header, rea
 from holdfast.worker.models.text_model import name_in_model, served_config
 
 _DUPLICATES: Final = "consolidated"
-"""Some publishers add the weights once more in a format of their own, under names that begin so."""
+"""Some publishers add the weights once more in another format, under names that begin so."""
 
 _FLOATS: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of a number in the types that loading converts from, by their names in a header."""
@@ -57,7 +57,7 @@ def weight_files(folder: Path) -> list[Path]:
         try:
             named = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            named = set()  # loading says what is wrong with it
+            named = set()  # loading reports its fault
         if found := [folder / name for name in sorted(named) if _is_file(folder / name)]:
             return found
     return [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(_DUPLICATES)]
@@ -66,7 +66,7 @@ def weight_files(folder: Path) -> list[Path]:
 def weight_bytes(folder: Path, dtype: str = "auto", quantization: Quantization | None = None) -> int:
     """Memory that the weights of all ranks take together, once they are of the type that is served (`model.dtype`).
 
-    `quantization` at load gives a model whose head is its table a head of its own.
+    `quantization` at load gives a model whose head is its table a separate head.
     """
     served = _checkpoint_dtype(folder) if dtype == "auto" else dtype
     if is_made_of_gguf(folder):
@@ -98,7 +98,7 @@ def _head_bytes(files: Sequence[Path], dtype: str) -> int:
 
 
 def _scheme(folder: Path) -> QuantizationScheme | None:
-    """None also for one that is not read: a gate refuses it."""
+    """None also for an unsupported one: a gate refuses it."""
     try:
         return read_scheme(served_config(read_object(folder / "config.json"), folder))
     except UnsupportedModelError:
@@ -179,7 +179,7 @@ _READ_DTYPES: Final = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 def check_folder(folder: Path, given: str, *, with_weights: bool = True) -> None:
     """Refuses a folder with a file that nothing can be read of. `given` says where the folder was named.
 
-    Raises `ConfigurationError` that names the file. What is not there is no concern of this.
+    Raises `ConfigurationError` that names the file. Missing files are not checked here.
     """
     _check_no_adapter(folder, given)
     for path in (folder / name for name in (*_JSON_FILES, *_LARGE_JSON, *_TEXT_FILES)):
@@ -199,7 +199,7 @@ def check_folder(folder: Path, given: str, *, with_weights: bool = True) -> None
     is_quantized = "quantization_config" in served_config(
         read_object(folder / "config.json"), folder
     )  # whose tensors are checked when read
-    for path in [] if is_made_of_gguf(folder) else weight_files(folder):  # which was made of what was checked
+    for path in [] if is_made_of_gguf(folder) else weight_files(folder):  # which was made from the checked files
         _check_weights(path, given, check_dtypes=not is_quantized)
 
 
@@ -221,7 +221,7 @@ def _check_json(path: Path, content: bytes, given: str) -> None:
     try:
         found = json.loads(content.decode())
         if _SURROGATE.search(content):
-            json.dumps(found, ensure_ascii=False).encode()  # raises UnicodeEncodeError for one that is alone
+            json.dumps(found, ensure_ascii=False).encode()  # raises UnicodeEncodeError for a lone surrogate
     except (ValueError, RecursionError) as error:
         raise _refused(given, path, f"is no JSON, or cut short ({error})") from error
     if not isinstance(found, dict):
@@ -349,8 +349,8 @@ _SAMPLE_BYTES: Final = 64 * 2**10
 
 
 def checkpoint_digest(folder: Path, overrides: Mapping[str, Any] | None = None) -> str:
-    """A digest of the configuration, of what a setting overrides in it, and of both ends of each file of weights, with
-    names and sizes; 12 digits.
+    """A digest of the configuration, of its overrides, and of both ends of each file of weights, with names and sizes;
+    12 digits.
     """
     digest = blake2b(json.dumps(overrides, sort_keys=True).encode() if overrides else b"", digest_size=6)
     for path in [folder / "config.json", *sorted([*folder.glob("*.safetensors"), *gguf_files(folder)])]:

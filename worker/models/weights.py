@@ -46,7 +46,7 @@ _LONGEST_NAME: Final = 255
 
 _SMALL_FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja")
 _DUPLICATES: Final = ["original/*", "consolidated*"]
-"""Some publishers add the weights once more in a format of their own."""
+"""Some publishers add the weights once more in another format."""
 
 _IMPOSSIBLE: Final = (
     ArithmeticError,
@@ -93,8 +93,8 @@ def resolve_model(
     revision: str | None = None,
     download_dir: str | None = None,
 ) -> Path:
-    """The folder of a model: `model` itself, the one that is made of a GGUF file, or where a hub id was downloaded to.
-    The file `needs` must be in it, and what is in it must be readable.
+    """The folder of a model: `model` itself, the folder made from a GGUF file, or the download of a hub id.
+    The file `needs` must be in it, and its content must be readable.
 
     Raises `ConfigurationError`, naming the setting that `model` is the value of.
     """
@@ -150,7 +150,7 @@ def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> An
 def torch_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
     """The type that a config.json names; None where it names none.
 
-    Raises `ConfigurationError` for one that no model is served in.
+    Raises `ConfigurationError` for a dtype that no model is served in.
     """
     name = _written_dtype(raw)
     dtype: torch.dtype | None = None if name is None else getattr(torch, name)
@@ -291,8 +291,8 @@ def _ready(model: Any) -> Any:
 
 @contextmanager
 def _in_silence() -> Iterator[None]:
-    """Silences transformers' progress bar, which knows nothing of ranks and counts what is only mapped, and its table
-    of missing and unexpected tensors, which `check_loaded` refuses.
+    """Silences transformers' progress bar, which ignores ranks and counts mapped weights, and its table of missing and
+    unexpected tensors, which `check_loaded` refuses.
     """
     from transformers.utils import logging
 

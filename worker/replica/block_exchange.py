@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 ASK_S: Final = 3.0
 """Seconds to wait for the other replica's answer: a step of its may have to end first."""
 FIRST_ASKED_S: Final = 2.0
-"""Seconds for which a replica that leaves waits to be asked for what it has pinned: routers must see that it leaves."""
+"""Seconds for which a draining replica waits for a request for its pinned prefixes: routers must notice the drain."""
 STILL_S: Final = 1.5
 """And for so long after it was asked last."""
 LOOK_S: Final = 0.1
@@ -57,7 +57,7 @@ class BlockExchange:
             replica.movers.asker = self._ask
 
     async def close(self) -> None:
-        """Ends what is asked, and leaves the other replicas."""
+        """Ends open requests, and leaves the other replicas."""
         if self._replica.movers is not None:
             self._replica.movers.asker = None
         for task in self._tasks:
@@ -119,7 +119,9 @@ class BlockExchange:
         return answer
 
     async def hand_pins_on(self, limit_s: float) -> None:
-        """Waits until another replica has what is pinned here, that is until none asks any more; so long at most."""
+        """Waits until another replica has the prefixes that are pinned here, i.e. until none asks any longer; for this
+        long at most.
+        """
         engine, now = self._replica.engine, self._loop.time()
         if self._replica.movers is None or not engine.told_stats.num_pinned_blocks:
             return
@@ -207,7 +209,7 @@ class BlockExchange:
 
     @property
     def _kind(self) -> bytes:
-        """Kind of its blocks, with what was measured of the arithmetic."""
+        """Kind of its blocks, with the measurements of the arithmetic."""
         info, movers = self._replica.info, self._replica.movers
         form = "" if movers is None else movers.own.form
         return info.block_kind(form, info.fingerprint)

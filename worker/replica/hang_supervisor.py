@@ -24,7 +24,7 @@ _MANY: Final = 4096  # bytes
 
 def main() -> None:
     """The supervisor's program. It ends with its leader at the latest."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the leader decides what it means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the leader handles it
     limit_s = float(sys.argv[1])
     leader, *ranks = map(ProcessId.parse, sys.argv[2:])
     if hangs(leader, sys.stdin.fileno(), limit_s):
@@ -82,7 +82,7 @@ def is_traced(pid: int) -> bool:
 
 
 def end(processes: Iterable[ProcessId]) -> None:
-    """SIGKILL to those that are left."""
+    """SIGKILL to the remaining processes."""
     for process in processes:
         with suppress(ProcessLookupError):
             process.kill()

@@ -37,7 +37,7 @@ def look_every_s(limit_s: float) -> float:
 
 
 class InputSigns:
-    """Which work on input a process declares: all that is large, and the rest as often as there are beats."""
+    """The declared work on input of a process: all large items, and others once per beat."""
 
     def __init__(self, limit_s: float) -> None:
         self._every_s = beat_every_s(limit_s)
@@ -54,7 +54,8 @@ class InputSigns:
 
 class HangVerdict:
     """The rule: no sign of life for `limit_s`, where a beat is one, and so is input whose work begins. A process that
-    computes on large input is busy, and needs none. Without a beat for `BUSY_TIMES` the limit it hangs all the same.
+    computes on large input is busy, and needs none. Without a beat for `BUSY_TIMES` the limit it counts as hanging in
+    any case.
 
     No clock: the time is passed in. Only watched time counts (`FrozenVerdict`).
     """

@@ -70,7 +70,7 @@ class HeartbeatPipe:
                 self._write(sign)
 
     def cut(self) -> None:
-        """Ends the hang supervisor: this process, which ends its ranks, if any, itself, is not watched any more. Safe
+        """Ends the hang supervisor: this process ends its ranks itself from now on. Safe
         to call twice.
         """
         with self._lock:

@@ -31,8 +31,7 @@ _DIGEST_BYTES: Final = 4
 
 
 def make_question(vocab_size: int, max_sequence_len: int) -> EngineRequest:
-    """The question for a model of so many tokens, cut to what fits a sequence; to be asked under ids and salts of its
-    own.
+    """The question for a vocabulary of this size, cut to fit a sequence; to be asked under separate ids and salts.
 
     The output is drawn with noise. Beside each token of output and prompt stands the best one, so greedy choice is
     asked for as well, and log-probabilities are functions of all the logits.
@@ -110,7 +109,7 @@ class KnownAnswerCheck:
     def __init__(
         self, engine: Engine, info: ModelInfo, on_wrong: Callable[[HoldfastError], None], *, every_s: float
     ) -> None:
-        """`on_wrong` is called on the engine's thread, with what was wrong."""
+        """`on_wrong` is called on the engine's thread, with the difference."""
         self._engine = engine
         self._on_wrong = on_wrong
         self._info = info

@@ -94,7 +94,7 @@ class LinkServer:
         return cls(server, f"{host}:{bound}", exchange)
 
     async def hand_pins_on(self, limit_s: float) -> None:
-        """Waits for so long at most until another replica has what is pinned here, if there is one that takes it."""
+        """Waits at most this long until another replica has the prefixes that are pinned here, if one takes them."""
         await self._exchange.hand_pins_on(limit_s)
 
     async def stop(self, grace_s: float = 0.0) -> None:
@@ -256,7 +256,7 @@ class RouterLink:
         progress = self._engine.progress
         while True:
             await self._work_came.wait()
-            self._work_came.clear()  # here alone: what comes later is looked for once more
+            self._work_came.clear()  # only here: later ones are looked up once more
             await asyncio.sleep(every_s)
             while self._engine.has_work:
                 self._outbox.put_nowait(

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProbeLoop:
-    """One probe on a thread of its own, so that a probe that waits holds up no other. A look that fails is logged."""
+    """One probe on a separate thread, so that a waiting probe holds up no other. A look that fails is logged."""
 
     def __init__(self, name: str, every_s: float, look: Callable[[], object], *, at_once: bool = True) -> None:
         """Calls `look` every `every_s` seconds from `start` until `stop`; the first time at once, or after as long.
@@ -51,7 +51,7 @@ class ProbeLoop:
     def _look_once(self) -> None:
         try:
             self._look()
-        except Exception:  # the next look comes all the same
+        except Exception:  # the next look comes in any case
             logger.warning("%s: a probe failed", self._thread.name, exc_info=True)
 
 
@@ -102,7 +102,7 @@ class Watchdog:
         self._loop.start()
 
     def stop(self) -> None:
-        """`on_frozen` is not called any more, unless the call is just about to be made."""
+        """`on_frozen` is not called after this, unless the call is just about to be made."""
         self._loop.stop()
 
     def look(self) -> bool:

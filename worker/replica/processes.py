@@ -16,7 +16,7 @@ _PF_FORKNOEXEC: Final = 0x40
 
 
 class ProcessId(NamedTuple):
-    """One process of this machine. No other ever equals it until the machine restarts."""
+    """One process of this machine. No other process has the same value until the machine restarts."""
 
     pid: int
     start_ticks: int
@@ -43,7 +43,7 @@ class ProcessId(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """Whether that process runs, and not another one that has got its pid."""
+        """Whether that process runs, and not another one with the same pid."""
         try:
             return ProcessId.of(self.pid) == self
         except ProcessLookupError:
@@ -70,7 +70,7 @@ class ProcessId(NamedTuple):
 
 
 def is_forked() -> bool:
-    """Whether this process was forked and runs no new program: it has another's memory and none of its threads."""
+    """Whether this process was forked and runs no new program: it has its parent's memory and none of its threads."""
     with open("/proc/self/stat", "rb") as file:
         flags = int(file.read().rpartition(b")")[2].split()[9 - 3])  # see proc(5)
     return bool(flags & _PF_FORKNOEXEC)
@@ -93,8 +93,9 @@ class OomScore(IntEnum):
 
 
 def lower_oom_score(score: OomScore, processes: Iterable[ProcessId], proc: Path = _PROC) -> None:
-    """Lowers the score of processes of this user on this machine. The kernel refuses a value below what a privileged
-    process set last (a container's runtime does): the score then stays as it is, which costs only the order.
+    """Lowers the score of processes of this user on this machine. The kernel refuses a value below the one that a
+    privileged process set last (a container's runtime does): then the score stays as it is, which affects only the
+    order.
     """
     for process in processes:
         file = proc / str(process.pid) / "oom_score_adj"

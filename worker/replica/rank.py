@@ -1,8 +1,8 @@
 """Rank of a tensor-parallel group: the life of a rank that is not the leader, and the launchers of such ranks.
 
 The leader (rank 0) lives in the process that serves the link. The others are started by a launcher: as child processes
-here, as Ray actors in `cluster/serve/placement_groups.py`. They are given the settings, their number and the rendezvous
-with its secret, and nothing else.
+here, as Ray actors in `cluster/serve/placement_groups.py`. They get only the settings, their number and the rendezvous
+with its secret.
 """
 
 import json
@@ -114,7 +114,9 @@ def default_device(config: WorkerConfig, rank: int) -> "torch.device":
 
 
 def with_device(config: WorkerConfig, device: "torch.device") -> WorkerConfig:
-    """The settings for the other ranks: `auto` is what the leader found, or one of them might find something else."""
+    """The settings for the other ranks: `auto` is replaced by the leader's choice, since a rank might choose
+    differently.
+    """
     return config.model_copy(update={"model": config.model.model_copy(update={"device": device.type})})
 
 
@@ -210,7 +212,7 @@ def run_child() -> None:
     """The program of a child process: `rank config`. Its standard input gives the rendezvous in a line of JSON, and
     stays open as long as its parent.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the leader decides what it means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the leader handles it
     line = b""
     while not line.endswith(b"\n"):
         line += os.read(sys.stdin.fileno(), 1) or sys.exit(1)

@@ -53,8 +53,8 @@ T = TypeVar("T")
 
 
 def _import_apart(module: str) -> None:
-    """Imports a module on a thread of its own. Torch keeps the stack by which it was first imported, and with it all
-    that its frames hold: a caller's `LLM` among them would never be freed.
+    """Imports a module on a separate thread. Torch keeps the stack of its first import, and with it all objects in its
+    frames: a caller's `LLM` among them would never be freed.
     """
     if module not in sys.modules:
         with ThreadPoolExecutor(1, thread_name_prefix="import") as thread:
@@ -219,11 +219,13 @@ class Replica:
         return info
 
     def wind_down(self) -> None:
-        """Stops the known-answer check, so that the replica is idle once no other request is left."""
+        """Stops the known-answer check, so that the replica is idle without other requests."""
         self._known_answer_check.stop()
 
     def stop(self) -> None:
-        """Aborts what is running, answers everyone, ends the ranks and the hang supervisor. Safe to call twice."""
+        """Aborts running requests, answers all listeners, ends the ranks and the hang supervisor. Safe to call
+        twice.
+        """
         if self._stopping:
             return
         self._stopping = True
@@ -336,7 +338,7 @@ def _gather_ranks(
     host = launcher.meeting_host
     if host == LOOPBACK:
         check_loopback(host)
-    with RankListener(host) as listener:  # before any rank is started: so that no other process takes the port
+    with RankListener(host) as listener:  # before any rank is started, so that no other process takes the port
         rendezvous = Rendezvous.at(host, listener.port)
         ranks = launcher.launch(config, rendezvous)
         try:
@@ -349,7 +351,7 @@ def _gather_ranks(
 def _first(joining: Callable[[], T], dying: Callable[[], str]) -> T:
     """Result of `joining`, unless `dying` returns before: then a `ReplicaError` with its text.
 
-    Both run on daemon threads: the one that is still blocked in the end must not keep the process alive.
+    Both run on daemon threads: a thread that is still blocked at the end must not keep the process alive.
     """
     outcome: Future[T] = Future()
 

@@ -1,4 +1,4 @@
-"""Acceptance of requests: refuses those that can never run, and drops those whose deadline cannot be met at the
+"""Acceptance of requests: refuses requests that can never run, and drops requests whose deadline cannot be met at the
 measured speeds.
 """
 
@@ -93,7 +93,7 @@ class DeadlineWatch:
     def next_expired(self, now: float) -> Sequence | None:
         """A sequence whose deadline has passed; it is no longer watched. To be called until None."""
         while (sequence := self._timers.pop(now)) is not None:
-            # What was true when the timer was set may not be true any more: it runs now, or its prefix is cached.
+            # The condition of the timer may have changed: it runs now, or its prefix is cached.
             latest_start_s = self._latest_start_s(sequence)
             if latest_start_s <= now:
                 return sequence
@@ -101,7 +101,7 @@ class DeadlineWatch:
         return None
 
     def _latest_start_s(self, sequence: Sequence) -> float:
-        """The latest time to begin running: a bound for the best case, in which no other request is served."""
+        """The latest time to begin running: a bound for the best case without other requests."""
         is_new = sequence.status is SequenceStatus.WAITING and sequence.num_output_tokens == 0
         if self.tokens_per_s is None or not is_new:
             return sequence.deadline_s
@@ -122,8 +122,8 @@ class BestSpeeds:
         self._num_prefills = 0
 
     def note(self, plan: StepPlan, step_s: float, max_num_batched_tokens: int) -> None:
-        """A step took so many seconds. The speed of prefill is the best of late, of steps in which prompts have most of
-        the tokens, and enough to fill the machine.
+        """A step took this many seconds. The speed of prefill is the best of late, of steps in which prompts have most
+        of the tokens, and enough to fill the machine.
         """
         num_tokens = plan.num_tokens
         if num_tokens >= max_num_batched_tokens:

@@ -39,11 +39,11 @@ class StepLimits:
 
 
 Share = tuple[Sequence, int]
-"""A running sequence, and how many of its uncomputed tokens the step computes: at least one."""
+"""A running sequence, and the number of its uncomputed tokens that the step computes: at least one."""
 
 
 class BatchingPolicy(Protocol):
-    """Decides what a step does. Called by the scheduler alone."""
+    """Decides the content of a step. Called by the scheduler alone."""
 
     limits: StepLimits
     """May be replaced between two steps."""
@@ -63,7 +63,7 @@ class BatchingPolicy(Protocol):
         ...
 
     def release(self, queues: SequenceQueues) -> None:
-        """Called when running sequences have ended: frees the blocks of those that need not keep their place."""
+        """Called when running sequences have ended: frees the blocks of sequences that need not keep their place."""
         ...
 
 
@@ -73,7 +73,7 @@ MakePolicy = Callable[[StepLimits], BatchingPolicy]
 class ContinuousBatching:
     """Continuous batching: each step decodes all running sequences, then prefills in chunks, class by class.
 
-    Blocks are allocated for the tokens that a sequence has, not for those that it may generate. When blocks run out, a
+    Blocks are allocated for a sequence's existing tokens, not for tokens that it may generate. When blocks run out, a
     running sequence of the worst class is preempted: the one with the fewest computed tokens, of several the newest,
     but never the first in order of service. A waiting sequence without a place or blocks may preempt running sequences
     of worse classes. The class is `Sequence.service_class`: the request's priority, improved by aging. It is fixed
@@ -93,11 +93,10 @@ class ContinuousBatching:
         urgency. So its tenant becomes the first, and A the first of the waiting. No other request is admitted before
         it. Of the running sequences in its class the first goes on until it ends, and the others give way, so A finds
         room, at the latest when it is alone. A is passed over only while a running sibling computes its prompt, and
-        requests behind A do not hold that sibling up.
-    The argument does not depend on which other sequence is preempted. Blocks that are only cached count as free, and
-    shared blocks need not be allocated again. Nor does it depend on steps that are planned ahead: they preempt no
-    sequence, who is not in one is in the next, and who ends while one is in flight gives its blocks back one step
-    later.
+        requests behind A do not hold that sibling up. The argument does not depend on which other sequence is
+        preempted. Blocks that are only cached count as free, and shared blocks need not be allocated again. Nor does it
+        depend on steps that are planned ahead: they preempt no sequence, who is not in one is in the next, and who ends
+        while one is in flight gives its blocks back one step later.
     """
 
     def __init__(self, limits: StepLimits) -> None:
@@ -216,7 +215,7 @@ class ContinuousBatching:
             queues.preempt(victim)
 
     def _claim(self, queues: SequenceQueues, siblings: Siblings) -> "_Claim | None":
-        """The first waiting sequence, if those that run in worse classes could make room for it."""
+        """The first waiting sequence, if running sequences of worse classes could make room for it."""
         best_class = queues.waiting.best_class
         if best_class is None or not queues.running or queues.running[-1].service_class <= best_class:
             return None
@@ -247,8 +246,8 @@ class _Claim(NamedTuple):
 
 
 def num_blocks_to_take(queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> int:
-    """Free blocks that a waiting sequence needs: all its blocks, less those of its prefix that are in use already, and
-    those that it is promised in layers with a window, or in whose place its state is.
+    """Free blocks that a waiting sequence needs: all its blocks, less the used ones of its prefix, plus its reserved
+    blocks in window layers, and the blocks that its state occupies.
     """
     num_shared = 0
     for block_id in prefix.block_ids:
@@ -265,14 +264,14 @@ def _num_held(queues: SequenceQueues, sequence: Sequence) -> int:
 
 
 def _step_tokens(sequence: Sequence) -> int:
-    """Tokens of a running sequence that one step may compute: all that are left, where nothing bounds them."""
+    """Tokens of a running sequence that one step may compute: all uncomputed ones, unless there is a bound."""
     is_unbound = not sequence.cuts and sequence.prompt_logprobs is None
     return sequence.num_uncomputed_tokens if is_unbound else num_step_tokens(sequence)
 
 
 def share_out(queues: SequenceQueues, sequences: Iterable[Sequence], budget: int, shares: list[Share]) -> int:
     """Divides a budget of tokens among sequences: each gets all it can use before the next gets any. Adds their shares;
-    returns what is left of the budget.
+    returns the remaining budget.
     """
     for sequence in sequences:
         if budget <= 0:
@@ -312,9 +311,9 @@ class MemoryAwareBatching(ContinuousBatching):
     """Continuous batching in which a newcomer must fit beside everyone's estimated peak, not their present blocks.
 
     It trades places for preemptions, as the schedulers with predicted output lengths do (Jaillet et al., "Online
-    Scheduling for LLM Inference with KV Cache Constraints", 2025). The estimate is the running mean of the output
-    lengths that finished so far, at most a request's own bound; the bound itself before anything has finished, and for
-    one that has outrun the mean. All peaks are taken to come at once, and prefixes in common are not counted on. So
+    Scheduling for LLM Inference with KV Cache Constraints", 2025). The estimate is the running mean of the finished
+    output lengths, at most a request's own bound; the bound itself before any request has finished, and for a request
+    that is longer than the mean. All peaks are taken to come at once, and prefixes in common are not counted on. So
     while no estimate is too low, nothing is preempted for memory; else preemption works as in continuous batching. A
     better class preempts worse ones as there, too, and no request starves by the same argument: alone, all fit.
     """

@@ -8,7 +8,7 @@ from holdfast.worker.scheduler.step_time import StepSample, StepShape, StepTimeM
 
 DEAD_BAND: Final = 1.25
 """A proposal within this factor of the value changes nothing: measurements differ by less than this on a steady load.
-To go back on the last turn takes the square of it, because what was too much for one may be noise."""
+To undo the last change takes the square of it, since one excess may be noise."""
 NUM_IN_A_ROW: Final = 3
 """Proposals in a row that must point the same way: a burst is no change of load."""
 COOL_DOWN: Final = 4
@@ -18,9 +18,9 @@ COOL_DOWN: Final = 4
 class Hysteresis:
     """An integer between bounds. It goes where the proposals point, in one change, and no further than the most modest.
 
-    It comes to rest, because a proposal says what the value should be, not by how much it should change, and must not
-    depend on the value. After a change the proposals of a steady load lie in the dead band around the value, and
-    nothing changes until the load does.
+    It converges, because a proposal is the target value, not a difference, and must not depend on the current value.
+    After a change the proposals of a steady load lie in the dead band around the value, and nothing changes until the
+    load does.
     """
 
     def __init__(self, value: int, *, low: int, high: int) -> None:
@@ -34,7 +34,7 @@ class Hysteresis:
         self._num_ignored = 0
 
     def propose(self, value: int, reason: str = "") -> bool:
-        """Takes in what the value should be. Returns whether it was changed."""
+        """Takes in the target value. Returns whether it was changed."""
         if self._num_ignored:
             self._num_ignored -= 1
             return False
@@ -60,7 +60,7 @@ class Hysteresis:
 WINDOW: Final = 64
 """Steps with decodes that are judged together."""
 _ADVICE_FACTOR: Final = 4
-"""Advice goes up to this many times what is configured."""
+"""Advice may reach this multiple of the configured value."""
 _MIN_BATCHED_TOKENS: Final = 64
 """Fewer tokens in a step cost more in steps than they save in time."""
 _DECODE_SHARE: Final = 0.8
@@ -164,10 +164,10 @@ class BatchingOptimizer:
     """Watches steps and says which limits meet the target; with `auto_tune` also sets them, in `limits`.
 
     Every 64 steps with decodes it asks, from the fitted step times and the mean decode of these steps, what each
-    setting should be. It asks only of a setting that is in the way: one that makes steps too slow, or that makes
-    prompts or requests wait while steps are faster than they need be. `Hysteresis` decides whether the answer is given.
+    setting should be. It changes only a limiting setting: one that makes steps too slow, or that makes prompts or
+    requests wait while steps are faster than the target. `Hysteresis` decides whether the answer is given.
 
-    Advice may exceed what is configured. What is set may not: the memory was divided for that.
+    Advice may exceed the configured value. The applied value may not: the memory was divided for it.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class BatchingOptimizer:
         recommended, reason = self._hysteresis[name].value, self._hysteresis[name].reason
         if self._auto_tune:
             above = recommended > self._current[name]
-            reason += "; auto-tune keeps to what is configured" if above else "; auto-tune has set it"
+            reason += "; auto-tune keeps to the configured value" if above else "; auto-tune has set it"
         return Recommendation(setting=name, current=self._current[name], recommended=recommended, reason=reason)
 
     # --- What each setting should be; None: no change ---

@@ -64,8 +64,8 @@ class DraftModelProgress:
     """Tokens of each sequence that the draft model has read, and that still count."""
 
     def __init__(self, *, rereads: bool = False) -> None:
-        """`rereads`: it reads drafts that were right once more, with what the model has made of them (`next_token.py`);
-        then no token before the one before it is computed, and in each step, for the next loses what is needed.
+        """`rereads`: it reads accepted drafts again, with the model's hidden states of them (`next_token.py`); then the
+        two last tokens are recomputed in each step, since otherwise the next step lacks their states.
         """
         self.rereads = rereads
         self._num_read: dict[int, int] = {}  # by sequence id
@@ -88,8 +88,8 @@ class DraftModelProgress:
         return Drafting(first_position=start, token_ids=token_ids, num_drafts=num_drafts)
 
     def settle(self, sequence: Sequence) -> int:
-        """Tokens that it has read. Wrong drafts do not count, nor what a preemption took; a cached prefix has been
-        read.
+        """Tokens that it has read. Rejected drafts do not count, nor tokens lost to a preemption; a cached prefix
+        counts as read.
         """
         num_computed = sequence.num_computed_tokens
         num_read = min(self._num_read.get(sequence.sequence_id, num_computed), num_computed)
@@ -109,7 +109,7 @@ class NgramProposer:
         self._tables: dict[int, _NgramTable] = {}  # by sequence id
 
     def propose(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
-        """Guesses at what follows, at most `num_tokens`; none if the last tokens are new."""
+        """Guesses at most `num_tokens` next tokens; none if the last tokens are new."""
         table = self._tables.get(sequence.sequence_id)
         if table is None:
             table = self._tables[sequence.sequence_id] = _NgramTable(self._lengths)
@@ -165,7 +165,8 @@ _LEAST_PROBABILITY: Final = 0.2
 
 
 class SuffixProposer:
-    """Counts what follows what. Outputs are remembered until there are more than `max_corpus_tokens` of them.
+    """Counts the tokens that follow each n-gram. Outputs are remembered until there are more than `max_corpus_tokens`
+    of them.
 
     Requests with different cache salts do not learn from each other, so they cannot time each other either.
     """
@@ -174,7 +175,7 @@ class SuffixProposer:
         self._max_corpus_tokens = max_corpus_tokens
         self._own: dict[int, ContinuationCounts] = {}  # of the sequences that are alive, by id
         self._corpora: dict[str, ContinuationCounts] = {}  # by cache salt
-        self._outputs: deque[tuple[str, list[int]]] = deque()  # what is in the corpora, oldest first
+        self._outputs: deque[tuple[str, list[int]]] = deque()  # texts of the corpora, oldest first
         self._num_corpus_tokens = 0
 
     def propose(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
@@ -237,7 +238,7 @@ class ContinuationCounts:
         self._num_read = len(token_ids)
 
     def add(self, token_ids: list[int]) -> None:
-        """Counts a text of its own."""
+        """Counts a separate text."""
         self._count(token_ids, 0, 1)
 
     def remove(self, token_ids: list[int]) -> None:
@@ -264,7 +265,8 @@ class ContinuationCounts:
 
 
 def _likeliest(sources: tuple[ContinuationCounts, ...], tail: list[int]) -> tuple[int, float]:
-    """The token that most often followed the longest known end of `tail`, and its share; a share of 0 if none is.
+    """The token that most often followed the longest known end of `tail`, and its share; a share of 0 if no end is
+    known.
 
     For the same length the first source that knows it decides. Equal counts: the lowest token id.
     """

@@ -60,7 +60,7 @@ def cuts_of(
     sequence: Sequence, block_size: int, branch: int, *, keeps_snapshots: bool, turn_ends: frozenset[int] = frozenset()
 ) -> tuple[int, ...]:
     """The positions, ascending, up to which a sequence is computed before it goes on, once it is admitted. `branch`:
-    how many of its first tokens have their keys and values cached. `turn_ends`: tokens that end a turn of a chat.
+    the number of its first tokens whose keys and values are cached. `turn_ends`: tokens that end a turn of a chat.
     """
     first, last = sequence.num_computed_tokens, len(sequence.token_ids) - 1
     cuts: set[int] = set()
@@ -177,10 +177,10 @@ class Pinning:
                 self._pin(chain, tokens, num_tokens, tenant, self.now, ttl_s, seen)
 
     def held(self, now: float) -> list[PinnedPrefix]:
-        """All prefixes that are pinned, but for those that a longer one, which is pinned for as long, begins with."""
+        """All pinned prefixes, except prefixes of a longer one that is pinned for as long."""
         cache, pins = self._allocator.prefix_cache, self._allocator.pins.by_block
         contents = {block_id: cache.contents[block_id] for block_id in pins if block_id in cache.contents}
-        longest: dict[bytes, float] = {}  # until when what goes on from a block is pinned
+        longest: dict[bytes, float] = {}  # expiry of the pins of a block's continuations
         for block_id, content in contents.items():
             longest[content.parent_hash] = max(pins[block_id].until_s, longest.get(content.parent_hash, 0.0))
         return [
@@ -198,7 +198,7 @@ class Pinning:
         return (content.parent_hash, *reversed(hashes))
 
     def keep(self, prefix: PinnedPrefix, now: float) -> None:
-        """Pins what is cached of a prefix that another replica had pinned."""
+        """Pins the cached part of a prefix that another replica had pinned."""
         if prefix.ttl_s > 0:
             num_tokens = (len(prefix.hashes) - 1) * self._allocator.block_size
             chain = HashChain.known(prefix.hashes)
@@ -227,7 +227,7 @@ class Pinning:
             self.on_pinned(hashes, None if slot is None else hashes[depth - 1], tenant, ttl_s)
 
     def _seen_behind(self, sequence: Sequence, num_blocks: int) -> tuple[int, ...]:
-        """Cached blocks of layers with a window that the token behind so many blocks sees."""
+        """Cached blocks of window layers that the token after this many blocks sees."""
         if self._windows is None or sequence.window is None:
             return ()
         longest = num_blocks * self._allocator.block_size

@@ -52,7 +52,7 @@ class _Row:
 
 
 class RowsInFlight(NamedTuple):
-    """The sequences of one plan's rows, in their order, and what is known of them. Nothing of it changes."""
+    """The sequences of one plan's rows, in their order, with their data. Nothing of it changes."""
 
     sequences: list[Sequence]
     num_by_tenant: Mapping[Tenant, int]
@@ -76,18 +76,18 @@ class DecodeBatch:
         self._queues = queues
         self._block_size = queues.fill_size
         self._sequences: list[Sequence] = []  # in the order of their rows
-        self._num_by_tenant: dict[Tenant, int] = {}  # how many of them each has
+        self._num_by_tenant: dict[Tenant, int] = {}  # their numbers
         self._rows: dict[Sequence, _Row] = {}
         self._columns = DecodeColumns((), (), (), ())
         self._blocks = self._window_blocks = _NO_TABLES
-        # By the age modulo the block size: those whose row is then the last of a block.
+        # By the age modulo the block size: the sequences whose row is the last of a block.
         self._ending_block: dict[int, list[Sequence]] = {}
         self._age = 0
-        # Chosen from these, in the order of the shares, after so many moves in the queues. While both are the same,
+        # Chosen from these, in the order of the shares, at this count of moves in the queues. While both are the same,
         # no sequence has joined or left, and each is one token further than in the last split.
         self._chosen_from: list[Sequence] = []
         self._num_moves = _NEVER
-        self._others: list[int] = []  # numbers of those that were not chosen
+        self._others: list[int] = []  # numbers of the sequences that were not chosen
 
     def split(self, shares: list[Share], max_steps: int = 1) -> tuple[DecodeRows, RowsInFlight, list[Share]]:
         """The rows of a step, whose they are, and those of its shares that are no plain decodes. The rows are for up to
@@ -299,7 +299,7 @@ class ShareCommit:
     def take(
         self, sequences: list[Sequence], shares: SequenceOf[ScheduledSequence], result: StepResult
     ) -> list[TokenDelta]:
-        """A delta for each sequence that gained tokens. Those that run no longer are passed over."""
+        """A delta for each sequence that gained tokens. Ended sequences are skipped."""
         deltas = []
         logprobs = result.logprobs or ((),) * len(sequences)
         prompt_logprobs = result.prompt_logprobs or ((),) * len(sequences)

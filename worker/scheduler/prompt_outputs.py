@@ -37,7 +37,7 @@ def prompt_logprob_params(sequence: Sequence, num_tokens: int) -> PromptLogprobP
 def bound_prompt_logprobs(shares: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
     """The shares of a step, cut so that it reports at most `MAX_PROMPT_LOGPROBS` prompt logprobs, in order.
 
-    Those that are asked for none stay as they are. One sequence alone is within the bound already.
+    Sequences without requested prompt outputs are unchanged. One sequence alone is within the bound already.
     """
     num_asking = 0
     for sequence, _ in shares:
@@ -86,7 +86,7 @@ def pool_share(sequence: Sequence, num_tokens: int) -> PoolShare | None:
 
 
 def commit_pooled(sequence: Sequence, scheduled: ScheduledSequence, pooled: bytes | None) -> TokenDelta | None:
-    """Takes what a step has pooled of a sequence, None if nothing; the delta to report, if it was the last one."""
+    """Takes a step's pooled values of a sequence, None if nothing; returns the delta to report after the last one."""
     assert scheduled.pool is not None, "it was pooled"
     sequence.num_computed_tokens = scheduled.first_position + len(scheduled.token_ids)
     if pooled is not None:

@@ -35,7 +35,7 @@ class Siblings:
         if parent is None or num_common < cached.num_tokens:
             return cached
         if self._queues.slots is not None and parent.num_computed_tokens != num_common:
-            return cached  # the parent's state is not that behind the prompt any more
+            return cached  # the parent's state is no longer the one after the prompt
         return self._fork(parent, num_common) or cached
 
     def first_ready(self) -> tuple[Sequence, SharedPrefix] | None:
@@ -73,7 +73,7 @@ class Siblings:
     def _fork(self, parent: Sequence, num_tokens: int) -> SharedPrefix | None:
         """Full blocks are shared. A last block that is not full is copied, because the fork writes to it next.
 
-        None: the parent has given back what the next token sees in layers with a window.
+        None: the parent has returned the blocks of window layers that the next token sees.
         """
         seen: WindowPrefix | None = NOTHING_SEEN
         if self._queues.windows is not None and parent.window is not None:

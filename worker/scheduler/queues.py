@@ -44,7 +44,7 @@ class SequenceQueues:
         aging_s: float = math.inf,
         tenant_shares: Mapping[str, float] | None = None,
     ) -> None:
-        """`slots`: of a model that keeps states. `windows`: where layers with a window have blocks of their own.
+        """`slots`: of a model that keeps states. `windows`: window layers, if they have separate blocks.
         `turn_ends`: tokens that end a turn of a chat.
         """
         self.allocator = allocator
@@ -142,8 +142,8 @@ class SequenceQueues:
         return self.allocator.num_free - (0 if self.windows is None else self.windows.num_owed)
 
     def num_promised_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence of at most so many tokens takes beside those of layers that see all: those that it is
-        promised, and those in whose place its state is.
+        """Blocks that a sequence of at most this many tokens takes besides the ones of full-attention layers: its
+        reserved ones, and the ones that its state occupies.
         """
         if self.slots is not None:
             return self.slots.blocks_per_slot
@@ -172,8 +172,8 @@ class SequenceQueues:
         return end - first
 
     def store_full_blocks(self, sequence: Sequence, first_position: int) -> None:
-        """Adds the blocks that a running sequence has filled, from `first_position` on, to the prefix cache, and gives
-        back those that no window reaches any more.
+        """Adds the blocks that a running sequence has filled, from `first_position` on, to the prefix cache, and
+        returns blocks that no window reaches any longer.
         """
         block_size, end = self.allocator.block_size, sequence.num_computed_tokens
         for index in range(first_position // block_size, end // block_size):
@@ -184,13 +184,13 @@ class SequenceQueues:
 
     @property
     def fill_size(self) -> int:
-        """A block may become full only where a sequence has a multiple of so many tokens."""
+        """A block may be sealed only where a sequence has a multiple of this many tokens."""
         size = self.allocator.block_size
         return size if self.windows is None else min(size, self.windows.window.block_size)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Preempts a running sequence. It keeps its outputs and loses all that was computed, but for what the
-        prefix cache still has of it when it comes back.
+        """Preempts a running sequence. It keeps its outputs and loses all computed blocks, except what the prefix cache
+        still has when it returns.
 
         It goes back to the class that it ran in, and to its old place in its tenant's line. Not while a step is in
         flight, which may write to its blocks.
@@ -344,7 +344,7 @@ class SequenceQueues:
         self.num_moves += 1
 
     def _count_prompt(self, sequence: Sequence, parent: Sequence | None) -> None:
-        """Counts what a request finds cached and what it costs when first admitted, not after a preemption.
+        """Counts a request's cached tokens and cost at its first admission, not after a preemption.
 
         A fork makes no lookup in the cache: its number of cached tokens is that of the sequence which made it.
         """

@@ -49,11 +49,11 @@ class Scheduler:
         make_policy: MakePolicy | None = None,
         pooling: PoolingKind | None = None,
     ) -> None:
-        """`num_state_slots`: slots for states of sequences; 0: the model keeps none. `state_blocks`: blocks that a slot
-        takes the place of; 0: slots have memory of their own. `window`: of layers that see the last positions alone,
-        where they have blocks of their own. `drafter` drafts tokens; None: no speculation. `make_policy` makes the
-        batching policy; None: the one that the settings name. `pooling`: what a pooled model pools; None: requests draw
-        outputs.
+        """`num_state_slots`: slots for states of sequences; 0: the model keeps none. `state_blocks`: number of blocks
+        whose memory one slot occupies; 0: slots have separate memory. `window`: of the layers with sliding-window
+        attention, if they have separate blocks. `drafter` drafts tokens; None: no speculation. `make_policy` makes the
+        batching policy; None: the policy that the settings name. `pooling`: the outputs of a pooling model; None:
+        requests draw outputs.
         """
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
@@ -90,7 +90,7 @@ class Scheduler:
         """Batching policy. Its `limits` are those of the next plan, and may be replaced between two plans."""
         self.adapter_slots: dict[str, int] = {}
         """Slots of resident adapters, by digest; requests with others are not added."""
-        self._sequences: dict[Hashable, Sequence] = {}  # those that have not ended, by key
+        self._sequences: dict[Hashable, Sequence] = {}  # open requests, by key
         self._in_flight: list[StepInFlight] = []  # plans that are not committed, at most two, the older first
         self._num_added = self._num_plans = 0
 
@@ -129,7 +129,7 @@ class Scheduler:
             return sequence.last_delta(reason)
         check_fits(sequence, num_slots=self._most_tokens, max_model_len=self._max_model_len)
         if self._queues.waiting.num_waiting >= self._max_num_waiting:
-            raise QueueFullError(f"{self._queues.waiting.num_waiting} requests are waiting, and no more may")
+            raise QueueFullError(f"{self._queues.waiting.num_waiting} requests are waiting, which is the maximum")
         self._num_added += 1
         self._sequences[attempt] = sequence
         self._queues.waiting.advance(now)
@@ -141,7 +141,7 @@ class Scheduler:
     def abort(self, attempt: Hashable) -> TokenDelta | None:
         """Ends a request now and frees its blocks; None if it is not open.
 
-        Between `plan` and `commit` the step goes on with these blocks, and `commit` then ignores what it did for the
+        Between `plan` and `commit` the step continues with these blocks, and `commit` then ignores its results for the
         request and frees them.
         """
         sequence = self._sequences.get(attempt)
@@ -162,8 +162,8 @@ class Scheduler:
         """The plan of the next step; None if there is nothing to do. While no other plan is in flight. It may be for up
         to `max_steps` steps where all sequences decode and none waits.
 
-        Requests whose time is up by `now` are `dropped` first; and waiting ones that could not come to their first
-        token in time, which takes `deadlines.tokens_per_s`.
+        Requests whose deadline has passed by `now` are `dropped` first, and waiting requests that cannot reach their
+        first token in time, by `deadlines.tokens_per_s`.
         """
         assert not self._in_flight, "the last plan has not been committed"
         self._let_time_pass(now)
@@ -188,7 +188,7 @@ class Scheduler:
         if not self._sequences or self._drafter is not None:
             return None
         if self._slots is not None or self._queues.windows is not None:
-            return None  # states are copied, and what a step has passed is given back, once it has landed
+            return None  # states are copied, and passed blocks returned, once the step has landed
         step.foresee(self._queues)
         self._decode_batch.foresee()
         if step.holds_up_too_many:
@@ -257,8 +257,8 @@ class Scheduler:
         return {adapter.digest for adapter in adapters if adapter is not None}
 
     def forget_cache(self) -> None:
-        """Evicts all that the prefix cache holds: it belongs to other weights. No request may be open."""
-        assert not self._sequences, "what runs needs its cache"
+        """Evicts the whole prefix cache: it belongs to other weights. No request may be open."""
+        assert not self._sequences, "running requests need its cache"
         self.policy.release(self._queues)
         if self._slots is not None:
             self._slots.forget_cached()
@@ -268,11 +268,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is open, or a plan in flight that is to be committed."""
+        """Whether any request is open, or a plan in flight must be committed."""
         return bool(self._sequences or self._in_flight)
 
     def num_waiting(self, priority: Priority) -> int:
-        """Requests of this class and of better ones that wait for memory or a slot."""
+        """Number of requests of this class or a better one that wait for memory or a slot."""
         return self._queues.waiting.num_up_to(priority)
 
     def can_preempt(self, priority: Priority) -> bool:
@@ -371,7 +371,7 @@ class Scheduler:
             self.counts.num_expired += 1
 
     def _drop_broken(self, sequence: Sequence) -> None:
-        """Drops a sequence. If its logits are not finite, its keys and values may be neither: no other sequence may
+        """Drops a sequence. If its logits are not finite, neither may its keys and values be: no other sequence may
         reuse its cached prefix.
         """
         reason = DropReason.DEAD_END if sequence.has_dead_end else DropReason.NOT_FINITE

@@ -1,4 +1,4 @@
-"""Sequence: the state of one request inside a worker: its tokens, how many of them are computed, and its blocks."""
+"""Sequence: the state of one request inside a worker: its tokens, the number of computed ones, and its blocks."""
 
 import math
 from array import array
@@ -33,8 +33,8 @@ class SequenceStatus(Enum):
 class Sequence:
     """Mutable state of one request. Compared by identity.
 
-    The last of `token_ids` is never computed when a step begins: computing it is what draws the next token. So there is
-    no difference in kind between a prompt, a decode and a replay, only in how many tokens are left to compute.
+    The last of `token_ids` is never computed when a step begins: computing it is what draws the next token. So a
+    prompt, a decode and a replay differ only in the number of tokens left to compute.
     """
 
     tenant: Tenant
@@ -78,7 +78,7 @@ class Sequence:
         self.is_pending = False
         """The last of `token_ids` is `PENDING`: the step in flight draws it (`foresee`)."""
         self.awaits_result = False
-        """The step in flight has it, and what it does next depends on the result: no step is planned for it before."""
+        """The step in flight has it, and its next action depends on the result: no step is planned for it before."""
         time_left_s = math.inf if request.time_left_s is None else max(0.0, request.time_left_s)
         self.deadline_s = arrived_s + time_left_s
         """Deadline: it is dropped after this time."""
@@ -108,7 +108,7 @@ class Sequence:
         self.pool_rows: range | None = None
         """Positions whose states are pooled, of a pooling request (`prompt_outputs.py`); None: it draws an output."""
         self.pooled = b""
-        """Sums over those that are computed, float64."""
+        """Sums over the computed ones, float64."""
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
         """Log-probabilities from the prompt's second token on, reported with the first output token; None: not
         requested, or reported."""
@@ -131,9 +131,9 @@ class Sequence:
         self.block_ids: tuple[int, ...] = ()
         """Block of positions 0 to block_size - 1, and so on. A tuple, so that plans can share it instead of copying."""
         self.window: WindowTable | None = None
-        """Blocks of layers with a window while it runs, if they have blocks of their own."""
+        """Blocks of window layers while it runs, if they have separate blocks."""
         self.adapter_slot = adapter_slot
-        """Slot of its adapter until it ends; 0: it has none."""
+        """Slot of its adapter until it ends; 0 without an adapter."""
         self.state_slot: int | None = None
         """Slot of its state while it runs, for a model that keeps states."""
         self.cuts: tuple[int, ...] = ()
@@ -141,10 +141,9 @@ class Sequence:
         self.num_admitted_tokens = 0
         """Tokens when it was admitted last."""
         self.num_rolling_blocks = 0
-        """Blocks before the snapshot of its state that the next one takes the place of; 0: there is none."""
+        """Number of blocks before the snapshot of its state that the next snapshot replaces; 0: there is none."""
         self.to_pin = request.kept_prefixes if request.cache_ttl_s or request.cache_marks else ()
-        """Prefixes, the shortest first, whose blocks are to be pinned once they are computed; those that are pinned are
-        taken out."""
+        """Prefixes, the shortest first, whose blocks are pinned once they are computed; pinned ones are removed."""
 
     @property
     def is_extended(self) -> bool:
@@ -163,7 +162,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """One that is pending included."""
+        """Includes a pending one."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -228,9 +227,9 @@ class Sequence:
         return tuple(logprobs)
 
     def foresee(self, num_tokens: int, num_draws: int) -> bool:
-        """Goes on as if a step in flight had computed so many tokens and drawn the next one, if it draws; the token is
-        `PENDING` until the step is committed. False, with nothing changed, where that would not do: its next step
-        depends on the result, or there is none.
+        """Continues as if a step in flight had computed this many tokens and sampled the next one, if it samples; the
+        token is `PENDING` until the step is committed. False, with nothing changed, if that is impossible: its next
+        step depends on the result, or there is none.
         """
         assert num_draws <= 1, "with drafts, how far a step goes is not known before its result"
         draws = num_draws > 0
@@ -245,10 +244,10 @@ class Sequence:
         return True
 
     def advance(self, scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> tuple[int, ...]:
-        """Takes what a step computed and sampled for this sequence; returns the tokens that it gained.
+        """Takes a step's computed and sampled tokens of this sequence; returns the gained tokens.
 
-        Tokens after one that ends the sequence, or after a draft that turned out wrong, are dropped, and the positions
-        computed for them count as not computed. A draw without a token (`NO_TOKEN`, `DEAD_END`) breaks the sequence.
+        Tokens after one that ends the sequence, or after a rejected draft, are dropped, and the positions computed for
+        them count as not computed. A draw without a token (`NO_TOKEN`, `DEAD_END`) breaks the sequence.
         """
         old_len = len(self.token_ids)
         for token_id in drawn if len(drawn) <= 1 else confirmed(scheduled.token_ids, drawn):
@@ -319,7 +318,7 @@ class Sequence:
         return TokenDelta(self.attempt, index, drawn, reason, 0, logprobs)
 
     def _decode_several(self, drawn: tuple[int, ...]) -> TokenDelta | None:
-        """Like `decode`, for several steps: takes the tokens up to its last, or to one that could not be drawn."""
+        """Like `decode`, for several steps: takes the tokens up to its last, or to one that could not be sampled."""
         if drawn[0] < 0 and self._breaks(drawn[0]):
             return None
         token_ids, num_before = self.token_ids, len(self.token_ids)

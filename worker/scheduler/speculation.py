@@ -1,8 +1,9 @@
-"""Speculative decoding, the scheduler's side: which sequences get drafts in a step, how many, and their acceptance.
+"""Speculative decoding, the scheduler's side: the sequences with drafts in a step, the number of drafts, and their
+acceptance.
 
-A drafted token is kept only if the model itself draws the same one there (`Sequence.advance`), so drafts change the
-speed and nothing else. The limits: only sequences that decode get drafts, within the step's tokens and rows of logits,
-within their own maximum length, and in blocks that are free: no sequence is preempted for a draft.
+A draft token is kept only if the model itself samples the same one there (`Sequence.advance`), so drafts change only
+the speed. The limits: only sequences that decode get drafts, within the step's tokens and rows of logits, within their
+own maximum length, and in blocks that are free: no sequence is preempted for a draft.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from holdfast.worker.step_plan import Drafting, ScheduledSequence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """Drafts in a sequence's share of a step: draft tokens, or how many the runner shall draft."""
+    """Drafts in a sequence's share of a step: draft tokens, or the number that the runner shall draft."""
 
     token_ids: tuple[int, ...] = ()
     drafting: Drafting | None = None
@@ -48,7 +49,7 @@ class Drafter(Protocol):
 
     @property
     def num_remembered(self) -> int:
-        """Sequences that it has state of; 0 when none is alive."""
+        """Number of sequences with state here; 0 when none is alive."""
 
     def drafts(self, shares: list[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
         """Drafts for each share of a step, within the step's limits and the blocks that are free. Empty: no sequence
@@ -68,7 +69,7 @@ class Proposer(Protocol):
     """Guesses tokens while a step is planned. Its guesses need not be right, nor the same in two replicas."""
 
     def propose(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
-        """Guesses at what follows, at most `num_tokens`, which is at least one. Called at most once for each step."""
+        """Guesses at most `num_tokens` (at least one) next tokens. Called at most once for each step."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -109,13 +110,13 @@ class Speculation:
 
     @property
     def num_remembered(self) -> int:
-        """Sequences that it keeps something of; 0 when none is alive."""
+        """Number of sequences with data here; 0 when none is alive."""
         return len(self._lengths)
 
     def drafts(self, shares: list[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
         """Drafts for each share of a step, from what its sequences leave of tokens, rows and blocks; empty for none.
 
-        For a draft model, whose guesses take time of their own, a batch counts as twice as large.
+        For a draft model, whose guesses take time, a batch counts as twice as large.
         """
         self._lent = {}
         if not self.enabled:
@@ -135,7 +136,7 @@ class Speculation:
     def settle(
         self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...], queues: SequenceQueues
     ) -> None:
-        """Take in what a step made of a running sequence's drafts, and free the blocks of drafts that were rejected."""
+        """Take in a step's results for a running sequence's drafts, and free the blocks of rejected drafts."""
         num_lent = self._lent.pop(sequence.sequence_id, 0)
         num_needed = queues.allocator.num_blocks_for(len(sequence.token_ids))
         if num_surplus := min(num_lent, max(0, len(sequence.block_ids) - num_needed)):
@@ -153,7 +154,7 @@ class Speculation:
             queues.counts.num_accepted_tokens += num_accepted
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended: keep nothing of it, but for what a proposer may learn."""
+        """The sequence has ended: drop its data, except what a proposer may learn."""
         self._lengths.pop(sequence.sequence_id, None)
         if self._proposer is not None:
             self._proposer.forget(sequence)

@@ -101,11 +101,11 @@ class StepCosts:
 class StepTimeModel:
     """Fits `StepCosts` to the steps of one engine, by recursive least squares with exponential forgetting.
 
-    What is made small is the relative error, so that a short decode counts as much as a long prefill. A sample that is
-    far out is pulled in to three typical errors (Huber's rule): a pause of the machine is no news of the model. Errors
-    that keep to one sign are: the machine is then taken to be slower, or faster, in everything. And every fit is
-    anchored at the one before: what the load tells clearly is learned within a few fits, what it hardly tells is
-    learned slowly instead of being guessed from noise, and what it no longer tells is kept.
+    The relative error is minimized, so that a short decode counts as much as a long prefill. A sample that is far out
+    is pulled in to three typical errors (Huber's rule): a pause of the machine is no news of the model. Errors that
+    keep to one sign are: the machine is then taken to be slower, or faster, in everything. And every fit is anchored at
+    the previous one: a coefficient that the load determines well is learned within a few fits, one that it hardly
+    determines is learned slowly instead of being guessed from noise, and one that it does not determine is kept.
     """
 
     def __init__(self, costs: StepCosts | None = None) -> None:
@@ -162,7 +162,7 @@ class StepTimeModel:
             self._targets[i] = _FORGETTING * self._targets[i] + feature * ratio
 
     def _pulled_in(self, ratio: float) -> float:
-        """The measured over the expected time, as far out as is believed; learns what is typical."""
+        """The measured over the expected time, clipped to a believable range; learns the typical value."""
         far = _MAX_DEVIATIONS * self.relative_error
         error = ratio - 1
         self.relative_error += 0.02 * (min(abs(error), 2 * far) - self.relative_error)
@@ -171,7 +171,7 @@ class StepTimeModel:
         return 1 + min(far, max(-far, error))
 
     def _rescale(self, factor: float) -> None:
-        """Take all that was learned to have been measured on a machine that is slower by `factor`."""
+        """Treat all earlier measurements as from a machine that is slower by `factor`."""
         self._drift = 0.0
         self._targets = [factor * target for target in self._targets]
         self.costs = StepCosts(**{name: factor * cost for name, cost in asdict(self.costs).items()})

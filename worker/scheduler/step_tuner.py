@@ -10,18 +10,18 @@ from holdfast.worker.scheduler.step_time import StepCosts, StepSample, StepShape
 from holdfast.worker.step_plan import StepPlan
 
 DEFAULT_TARGET_TPOT_MS: Final = 50.0
-"""Target of advice where none is set: text as fast as people read."""
+"""Target of advice without a setting: text as fast as people read."""
 
 ADVISE_EVERY: Final = 16
 """Steps that are learned from together where that changes no step."""
 
 
 class StepTuner:
-    """One engine's model of its steps, and what follows from it.
+    """One engine's model of its steps, and the decisions from it.
 
-    With `target_tpot_ms`, prompts get in each step what the decodes leave of the target. It holds for typical steps:
-    the model's usual error is kept free, but the time of a single step cannot be guaranteed. And prompts get at least a
-    block in each step, so that none waits for ever where the decodes alone take longer than the target.
+    With `target_tpot_ms`, prompts get in each step the rest of the target after the decodes. It holds for typical
+    steps: the model's usual error is kept free, but the time of a single step cannot be guaranteed. And prompts get at
+    least a block in each step, so that none waits for ever where the decodes alone take longer than the target.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class StepTuner:
     def observe(
         self, plan: StepPlan, *, step_s: float, num_gained: int, num_waiting: int
     ) -> tuple[Recommendation, ...]:
-        """Take in a step that is over; returns what is newly recommended.
+        """Take in a completed step; returns new recommendations.
 
-        `num_gained` tokens came out of it, and `num_waiting` requests are left without a place. Where nothing is done
-        by what is learned, several steps are learned from together: no step waits for it.
+        `num_gained` tokens came out of it, and `num_waiting` requests are left without a place. If no decision depends
+        on it, several steps are learned from together: no step waits for it.
         """
         self._unread.append((plan, step_s, num_gained, num_waiting))
         return self._learn() if self.acts or len(self._unread) >= ADVISE_EVERY else ()
@@ -94,7 +94,7 @@ class StepTuner:
 
 @dataclass(slots=True, kw_only=True)
 class _NextStep:
-    """Bounds on the step after one: at most so many decodes, and prompts that are so far."""
+    """Bounds on the following step: at most this many decodes, and prompts with this many computed tokens."""
 
     decodes: StepShape
     prefill_position: int

@@ -12,7 +12,7 @@ class Bound:
     count: int | None = None
     """Elements of a repeated field, entries of a map."""
     size: int | None = None
-    """Bytes of texts, of maps with texts, and of what they are in."""
+    """Bytes of texts, of maps with texts, and of their containers."""
     setting: str = ""
     """The setting that it follows from, where there is one."""
 

@@ -36,7 +36,7 @@ Asked = TypeVar("Asked", engine_pb2.LinkRequest, engine_pb2.SendBlocksRequest, e
 
 
 def fetch_ahead_message(request: EngineRequest) -> engine_pb2.LinkRequest:
-    """A request whose blocks are to be fetched before it comes."""
+    """A request whose blocks are fetched before it comes."""
     return engine_pb2.LinkRequest(fetch_ahead=submit_message(0, request).submit)
 
 
@@ -138,8 +138,8 @@ LINK_BOUNDS: Final[Bounds] = {
 
 
 def bounded_parser(kind: type[Asked]) -> Callable[[bytes], Asked]:
-    """Reads messages of this kind from routers and other replicas. What it returns raises `DecodeError`,
-    `MalformedMessageError`, and `InvalidRequestError` for what is beyond its bound.
+    """Reads messages of this kind from routers and other replicas. Its result raises `DecodeError`,
+    `MalformedMessageError`, and `InvalidRequestError` for a field beyond its bound.
     """
     check = MessageBounds.of(kind.DESCRIPTOR, LINK_BOUNDS).check
 
@@ -151,7 +151,9 @@ def bounded_parser(kind: type[Asked]) -> Callable[[bytes], Asked]:
 
 
 def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> EngineRequest:
-    """Request from the link of that name. Raises `InvalidRequestError`, by field, for what an engine must not get."""
+    """Request from the link of that name. Raises `InvalidRequestError`, by field, for values that an engine must not
+    get.
+    """
     if not submit.prompt_token_ids:
         raise InvalidRequestError("prompt", (), "must have at least one token")
     params = submit.sampling_params

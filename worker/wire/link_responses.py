@@ -102,7 +102,7 @@ def heartbeat_message(heartbeat: Heartbeat) -> engine_pb2.LinkResponse:
 def step_messages(update: StepUpdate) -> Iterator[engine_pb2.LinkResponse]:
     """One message; several if the cache changes or log-probabilities do not fit into one.
 
-    Messages are filled in place: one that is made first and put into another is copied.
+    Messages are filled in place: putting a finished message into another one copies it.
     """
     first, *others = update.cache.parts(MAX_CACHE_EVENTS)
     message = _step_message(update, first)
@@ -286,7 +286,7 @@ def _plain_tokens(step: engine_pb2.StepUpdate) -> PlainTokens:
     columns = PlainTokens(tuple(step.plain_attempts), tuple(step.plain_token_indices), tuple(step.plain_token_ids))
     if not len(columns.attempts) == len(columns.token_indices) == len(columns.token_ids):
         counts = ", ".join(f"{len(column)} {name}" for name, column in zip(columns._fields, columns, strict=True))
-        raise LinkMessageError(f"plain tokens with {counts}: there must be as many of each")
+        raise LinkMessageError(f"plain tokens with {counts}: there must be the same number of each")
     return columns
 
 

@@ -1,4 +1,4 @@
-"""Mapping between sampling parameters and protobuf messages, both ways: a parameter is the field of its own name.
+"""Mapping between sampling parameters and protobuf messages, both ways: a parameter is the field of the same name.
 
 No parameter is named here. Where a message also has a field `no_X`, setting it means None for parameter X, and leaving
 X unset means the default.
@@ -67,7 +67,7 @@ class _Field:
     zero_is_none: bool
     """Whether zero stands for unset, because it cannot be unset and zero is no value of the parameter."""
     is_short: bool
-    """Whether its numbers, or those that it maps to, have 32 bits."""
+    """Whether its numbers, or the ones that it maps to, have 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """TLS from PEM files: credentials for both ends of gRPC, and contexts of the standard library. Files may be replaced.
 
 A server reads its files again when they have changed, at the next handshake; connections that there are go on. Files
-that do not fit together leave what was there before. `Certificates` says when they expire.
+that do not match are ignored, and the earlier ones stay in use. `Certificates` says when they expire.
 """
 
 import logging
@@ -73,7 +73,7 @@ def _not_after(der: bytes) -> float:
 
 
 def _element(data: bytes) -> tuple[int, bytes, bytes]:
-    """The first element of DER: its tag, its content, and what follows it."""
+    """The first element of DER: its tag, its content, and the rest."""
     tag, length, at = data[0], data[1], 2
     if length >= 0x80:
         at = 2 + (length & 0x7F)
@@ -250,7 +250,7 @@ def _context(tls: Tls) -> ssl.SSLContext:
 
 def _no_password() -> str:
     """OpenSSL would ask for it at the terminal."""
-    raise ValueError("the private key is encrypted; a server needs one that is not")
+    raise ValueError("the private key is encrypted; a server needs an unencrypted one")
 
 
 def _stamp(tls: Tls) -> tuple[object, ...]:

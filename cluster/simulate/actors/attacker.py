@@ -1,7 +1,7 @@
 """Simulated attackers: calls that cost their router much, and floods of streams that are reset at once.
 
-A call is sent again by the real retry policy: by `AsyncClient`, which says how many routers were lost with it and gives
-up, or by a gateway, which does not count lost routers.
+A call is sent again by the real retry policy: by `AsyncClient`, which reports the number of routers lost with it and
+gives up, or by a gateway, which does not count lost routers.
 """
 
 from dataclasses import dataclass

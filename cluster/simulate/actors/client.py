@@ -51,7 +51,7 @@ class PlannedRequest:
     arrival_s: float
     timeout_s: float
     cancel_after: int | None
-    """The client cancels once it has so many tokens; None: it stays to the end."""
+    """The client cancels at this number of tokens; None: it stays to the end."""
     is_poison: bool = False
     """Whether the request kills the replicas that run it."""
     grace_s: float = 0.0
@@ -60,7 +60,7 @@ class PlannedRequest:
 
 @dataclass(slots=True)
 class CheckedSequence:
-    """One completion: what has arrived, and what is expected."""
+    """One completion: its received and its expected output."""
 
     expected: ExpectedCompletion
     record: SequenceRecord

@@ -1,8 +1,8 @@
 """Costs of messages: how long the event loops of simulated routers and replicas are busy with one, and the bytes of
 `GenerateRequest`s that cost their router much, or end it.
 
-The real scan reads the bytes, within the real bounds: what it reads is counted, so a bound that is missing shows in
-what a message costs. Parsers are not run.
+The real scan reads the bytes, within the real bounds, and its reads are counted, so a missing bound shows in a
+message's cost. Parsers are not run.
 """
 
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ FREE: Final = LoopCosts(
 
 KIND: Final = "holdfast.v1.Inference.GenerateStream"
 BUILT_BYTES: Final = 200
-"""Bytes of memory for each entry of a map or list in a parsed message and in what is made of it."""
+"""Bytes of memory for each entry of a map or list, in the parsed message and in the objects made from it."""
 
 
 class End(StrEnum):
@@ -85,7 +85,7 @@ class _CountedBytes(bytes):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CostlyMessage:
-    """The bytes of one request, and what they hold."""
+    """The bytes of one request, and their content."""
 
     data: bytes
     num_entries: int = 0
@@ -116,7 +116,7 @@ class Decoding:
 
 
 class Decoder:
-    """The real scan, and estimates of what comes after it. Each message is scanned once for all routers."""
+    """The real scan, and estimates of the later stages. Each message is scanned once for all routers."""
 
     def __init__(self, bounds: MessageBounds, costs: LoopCosts) -> None:
         self._bounds = bounds
@@ -153,7 +153,7 @@ BIAS_BYTES: Final = 11
 
 
 def with_logit_bias(num_bytes: int) -> CostlyMessage:
-    """A message with as many entries as fit in `num_bytes`."""
+    """A message with the number of entries that fit in `num_bytes`."""
     message = generation_request_message(
         GenerationRequest(prompt="x", sampling_params=SamplingParams(logit_bias={2**20: 1.0}))
     )
@@ -171,7 +171,7 @@ def with_logit_bias(num_bytes: int) -> CostlyMessage:
 
 
 def with_token_ids(num_bytes: int, token_id: int = 1) -> CostlyMessage:
-    """A prompt of one token id, as often as it goes into so many bytes."""
+    """A prompt that repeats one token id up to this number of bytes."""
     message = generation_request_message(GenerationRequest(prompt=(1,)))
     one = _varint(token_id)
     num_ids = num_bytes // len(one)
@@ -181,7 +181,7 @@ def with_token_ids(num_bytes: int, token_id: int = 1) -> CostlyMessage:
 
 
 def with_text(num_bytes: int, end: End | None = None, compile_s: float = 0.0) -> CostlyMessage:
-    """A prompt of so many bytes."""
+    """A prompt of this number of bytes."""
     message = generation_request_message(GenerationRequest(prompt="x" * num_bytes))
     return CostlyMessage(data=message.SerializeToString(), end=end, compile_s=compile_s)
 

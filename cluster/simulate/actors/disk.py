@@ -1,6 +1,6 @@
 """Simulated disk of a host: the block stores of its replicas, in virtual time, and its folder of routers' journals.
 
-What a block holds is what the pseudo-model has written to it, and with it goes whose it is: tenant, salt and release of
+A block holds the values that the pseudo-model has written to it, and beside them its tenant, salt and release: those of
 the request that computed it. Who reads keys and values of another breaks a promise, whatever comes of it.
 """
 
@@ -50,7 +50,7 @@ class SimulatedDisk:
         self._rows.setdefault((kind, name), (row, row.digest))
 
     def get(self, kind: str, name: bytes) -> Row | None:
-        """None where there is none, or it is not what was put."""
+        """None if it is missing or damaged."""
         found = self._rows.get((kind, name))
         if found is None:
             return None
@@ -73,7 +73,7 @@ class SimulatedDisk:
 
 
 def is_whole(row: Row, digest: int) -> bool:
-    """Whether a row is what was put."""
+    """Whether a row is unchanged since `put`."""
     return row.digest == digest
 
 

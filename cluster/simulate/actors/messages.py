@@ -33,7 +33,7 @@ class Retiring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
-    """A client's request; where its stream was cut off, with what it has received already."""
+    """A client's request; after a cut, with the client's resume record."""
 
     request: EngineRequest
     resume: ResumeRecord | None
@@ -59,7 +59,7 @@ class Admitted:
 
 
 class Straggler:
-    """One delayed call, on a connection of its own."""
+    """One delayed call, on a separate connection."""
 
     def __init__(self, call: Generate, network: Network, path: Path, router: Process) -> None:
         self.was_turned_away = False
@@ -77,7 +77,7 @@ class Straggler:
             self._connection.close(self)
 
     def give_up(self) -> None:
-        """The client waits for nothing any more."""
+        """The client has ended the call."""
         self._is_given_up = True
         if self._has_arrived:
             self._connection.close(self)
@@ -90,7 +90,7 @@ class Straggler:
             case Fail():
                 self.was_turned_away = isinstance(message.error, RequestSupersededError)
             case OutputDelta():
-                self.give_up()  # the newer one is not here, but at another router: nobody listens on this line
+                self.give_up()  # the newer call is at another router: nobody listens on this connection
 
     def closed(self, connection: Connection) -> None:
         """The last message has come before, or it is lost."""

@@ -126,7 +126,7 @@ class SimulatedReplica(Process):
     def cost_s(self, message: Any) -> float:
         return self.costs.at_replica(message)
 
-    # --- what the world does to it ---
+    # --- faults ---
 
     def freeze(self) -> None:
         """Stops it; its supervisor watches how long it makes no progress."""

@@ -22,7 +22,7 @@ from holdfast.worker.step_update import PlainTokens, StepUpdate
 
 
 class SimulatedReplicaLink:
-    """One router's connection: a `StepListener` that sends on what it hears."""
+    """One router's connection: a `StepListener` that sends the updates."""
 
     def __init__(self, name: str, replica: Process, connection: Connection, costs: LoopCosts) -> None:
         self._costs = costs
@@ -112,7 +112,7 @@ class ReplicaShape:
     num_state_slots: int = 0
     """0: the model keeps no states."""
     state_blocks: int = 0
-    """Blocks that a slot takes the place of; 0: slots have memory of their own."""
+    """Number of blocks whose memory one slot occupies; 0: slots have separate memory."""
     window: Window | None = None
     """Window of layers that give their blocks back; None: the model has none."""
     num_drafts: int = 0

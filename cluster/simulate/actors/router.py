@@ -164,7 +164,7 @@ class SimulatedRouter(Process):
         if self._apis is not None:
             self._apis.gone(connection)
 
-    # --- what the world does to it ---
+    # --- faults ---
 
     def stop(self, *, hands_over: bool) -> None:
         """Stops taking new requests. With `hands_over` its calls end at once, to continue at another router."""

@@ -1,7 +1,7 @@
 """APIs of a simulated router: its calls from their first byte until they are admitted, by the real cores.
 
 Connection budgets, the byte ledger, the overload manager, the poison watch with its journal and the bounds of messages
-decide here as they do in a router; what the APIs of a router do with sockets and threads is time.
+are the real ones; the work of a router's APIs with sockets and threads is simulated as time.
 """
 
 from collections import Counter, deque
@@ -30,7 +30,7 @@ from holdfast.worker.step_update import StepUpdate
 NUM_THREADS: Final = 6
 """Threads of `asyncio.to_thread` on a machine with two cores: they compile grammars."""
 CUT_S: Final = 1e-3
-"""Until a connection that is to be cut off has been found and closed."""
+"""Seconds until a connection that is to be cut off has been found and closed."""
 HANDED_OVER: Final = 5
 """Calls that are reset, and that gRPC hands to the loop in one turn: ten floods held a loop for 5 ms at most."""
 MOST_PEERS: Final = 2**14  # addresses
@@ -198,7 +198,7 @@ class RouterApis:
         if self._host.hang_supervisor is not None:
             self._host.hang_supervisor.note_input(num_bytes)
 
-    # --- what comes in ---
+    # --- incoming calls ---
 
     def arrives(self, connection: Connection, message: Any) -> None:
         """A call, or a flood of resets, is there. gRPC hands calls over one after the other, as the loop turns."""

@@ -1,5 +1,5 @@
-"""Simulated transfers of blocks between replicas, in virtual time: who is reached at an address, how long blocks take,
-and what goes wrong on the way.
+"""Simulated transfers of blocks between replicas, in virtual time: the replica at an address, the time that blocks
+take, and the faults on the way.
 """
 
 import random
@@ -86,7 +86,7 @@ class SimulatedTransfers:
     """The connections between the ranks of all replicas."""
 
     def __init__(self, rng: random.Random, after: Callable[..., None], costs: TransferCosts | None = None) -> None:
-        """`after` calls later, whoever has died."""
+        """After `after` calls, whichever processes have died meanwhile."""
         self.costs = costs or TransferCosts()
         self._rng = rng
         self._after = after
@@ -112,7 +112,7 @@ class SimulatedTransfers:
         return incoming
 
     def ask_for_pins(self, asker: TransferEnd, address: str) -> None:
-        """Asks the replica at an address, which leaves, for what it has pinned."""
+        """Asks the draining replica at an address for its pinned prefixes."""
         self._after(ASKING_S * self.slowness, self._hand_pins_on, asker, address)
 
     def _hand_pins_on(self, asker: TransferEnd, address: str) -> None:

@@ -181,7 +181,7 @@ def serve(
     limits: LimitsConfig | None = None,
     on_done: Callable[[int], None] = lambda num: None,
 ) -> CapacityResult:
-    """Serves a load under one routing policy. `on_done` hears, now and then, how many requests are over."""
+    """Serves a load under one routing policy. `on_done` gets the number of ended requests now and then."""
     rng = random.Random(seed)
     timeline = Timeline()
     network = Network(timeline, rng, LATENCY_S)

@@ -83,7 +83,7 @@ _NAMES: Final = tuple(item.name for item in fields(StepCosts))
 
 
 def read_step_costs(path: Path) -> StepCosts:
-    """The costs in a file; those that it does not name are 0. Raises `ConfigurationError` where they make no sense."""
+    """The costs in a file; missing costs are 0. Raises `ConfigurationError` where they make no sense."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(entries, dict):

@@ -1,8 +1,8 @@
 """Simulated network: connections that keep the order of their messages, over paths that are late or cut.
 
-Between two sites there is one `Path`; all connections over it share its faults. A connection behaves as a gRPC stream
-does: what arrives, arrives once and in order; when it breaks, each side hears of it once, in its own time, and what was
-on the way may be lost. Messages on different connections overtake each other.
+Between two sites there is one `Path`; all connections over it share its faults. A connection behaves like a gRPC
+stream: each message arrives once and in order; when it breaks, each side learns of it once, at its own time, and
+messages in transit may be lost. Messages on different connections overtake each other.
 """
 
 import random
@@ -71,13 +71,13 @@ class Network:
         return self._paths[key]
 
     def block(self, path: Path) -> None:
-        """Blocks the path: nothing passes any more. Both sides give up a connection that stays silent for too long."""
+        """Blocks the path: no messages pass. Both sides give up a connection that stays silent for too long."""
         self._num_blocks += 1
         path.block = self._num_blocks
         self.timeline.after(KEEPALIVE_S, self._give_up, path, self._num_blocks)
 
     def heal(self, path: Path) -> None:
-        """The path is as good as new, and what was held up on it goes on its way."""
+        """The path works again, and delayed messages continue."""
         path.block, path.slowness = 0, 1.0
         for connection in list(path.connections):
             connection.resume()
@@ -117,14 +117,14 @@ class Connection:
             self._carry(1 - side, message)
 
     def close(self, closer: Endpoint) -> None:
-        """Hangs up. The other side hears of it after all that was said before."""
+        """Hangs up. The other side learns of it after all earlier messages."""
         side = self._side(closer)
         if self._is_open[side]:
             self._end(side)
             self._carry(1 - side, _END)
 
     def cut(self, *, loses: bool) -> None:
-        """The connection breaks. With `loses`, so does what is on its way; else that still arrives."""
+        """The connection breaks. With `loses`, messages in transit are lost; otherwise they still arrive."""
         self._has_lost = self._has_lost or loses
         self._held.clear()
         for side in (0, 1):
@@ -138,7 +138,7 @@ class Connection:
         self._timeline.after(after_s, self._schedule, 1 - side, _END)
 
     def resume(self) -> None:
-        """The path has healed: carries what was held up."""
+        """The path works again: delivers the delayed messages."""
         held, self._held = self._held, []
         for side, message in held:
             self._schedule(side, message)

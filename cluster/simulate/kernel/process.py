@@ -1,4 +1,4 @@
-"""Simulated process: it can be started, killed, frozen and thawed, and has a clock of its own."""
+"""Simulated process: it can be started, killed, frozen and thawed, and has a separate clock."""
 
 from collections.abc import Callable
 from functools import partial
@@ -72,7 +72,7 @@ class Process:
         self.is_up = False
         self.is_frozen = False
         self.num_lives = 0
-        """Times it was started; what was scheduled in an earlier life does not happen."""
+        """Number of starts; events scheduled before the latest start are dropped."""
         self.clock_offset_s = 0.0
         self.connections: dict[Connection, None] = {}
         self.loop = EventLoop(self, network.timeline)
@@ -125,7 +125,7 @@ class Process:
         self.connections[connection] = None
         return connection
 
-    # --- what the world does to it ---
+    # --- faults ---
 
     def start(self) -> None:
         """Starts a new life of this process."""
@@ -143,7 +143,7 @@ class Process:
                 connection.close(self)
 
     def vanish(self) -> None:
-        """The machine is gone: nobody tells the peers, who find out by themselves."""
+        """The machine is gone: its peers get no message, and find out by themselves."""
         if self.is_up:
             for connection in self._die():
                 connection.abandon(self)
@@ -157,7 +157,7 @@ class Process:
             self.timeline.after(KEEPALIVE_S, self._give_up, self._num_freezes)
 
     def thaw(self) -> None:
-        """SIGCONT: what has waited happens now, in its order."""
+        """SIGCONT: delayed events happen now, in order."""
         if self.is_frozen:
             self.is_frozen = False
             self.loop.resume()

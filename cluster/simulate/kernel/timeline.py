@@ -34,7 +34,7 @@ class Timeline:
         self.now = 0.0
         """Seconds since the beginning."""
         self.num_events = 0
-        """Events so far, the one that is running included."""
+        """Events so far, including the current one."""
         self.digest = 0
         """Digest of the times and names of all events so far."""
         self._watch = watch
@@ -51,7 +51,7 @@ class Timeline:
 
     @property
     def next_s(self) -> float:
-        """When the next event is due; never, if there is none."""
+        """Time of the next event; infinity if there is none."""
         return self._heap[0][0] if self._heap else inf
 
     def step(self) -> bool:
@@ -68,7 +68,7 @@ class Timeline:
 
 
 class Violation(Exception):
-    """An invariant does not hold. The message says which, and what was found."""
+    """An invariant does not hold. The message names the promise and the observation."""
 
 
 def require(holds: bool, promise: str) -> None:
@@ -88,7 +88,7 @@ class Callback(NamedTuple):
 
 
 class EventLoop:
-    """Event loop of one process. Callbacks that cost nothing run at once, unless one that costs time is running or the
+    """Event loop of one process. Callbacks without a cost run at once, unless a callback with a cost is running or the
     loop is paused.
     """
 
@@ -105,7 +105,7 @@ class EventLoop:
 
     @property
     def ran_s(self) -> float:
-        """Seconds that callbacks have run so far, the one that runs now included."""
+        """Seconds that callbacks have run so far, including the current one."""
         return self._ran_s if self._running is None else self._ran_s + self._timeline.now - self._began_s
 
     @property
@@ -120,7 +120,7 @@ class EventLoop:
         yield from self._waiting
 
     def call(self, cost_s: Callable[[], float] | None, action: Callable[..., None], *args: Any) -> None:
-        """Runs an action once all that came before it is done. Its effects come after its cost."""
+        """Runs an action after all earlier callbacks. Its effects come after its cost."""
         callback = Callback(self._timeline.now, cost_s, action, args)
         if self.is_paused or self._running is not None or self._waiting:
             self._waiting.append(callback)
@@ -136,7 +136,7 @@ class EventLoop:
         self.is_paused = True
 
     def resume(self) -> None:
-        """Runs all that has waited, in its order."""
+        """Runs all delayed callbacks, in order."""
         self.is_paused = False
         self._drain()
 

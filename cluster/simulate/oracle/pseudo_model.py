@@ -172,7 +172,9 @@ def drawn_token(prefix: bytes, params: DrawParams, mask: bytes | None) -> int:
 
 
 def token_logprob(prefix: bytes, token_id: int, num_logprobs: int, chosen: Sequence[int] = ()) -> TokenLogprob:
-    """Log-probability entry of a token after `prefix`, with so many of the likeliest ones, or with `chosen` ones."""
+    """Log-probability entry of a token after `prefix`, with this number of the most likely tokens, or with `chosen`
+    ones.
+    """
     values = likelihoods(prefix)
     order = sorted(range(VOCAB_SIZE), key=lambda other: (-values[other], other))
     return TokenLogprob(
@@ -192,7 +194,7 @@ def _keep_allowed(row: list[float], logits_settings: LogitsSettings) -> list[flo
 
 
 def _ban(row: list[float], token_ids: list[int]) -> list[float]:
-    """The row without some tokens, unless they are all that it has."""
+    """The row without some tokens, unless no others are left."""
     kept = list(row)
     for token_id in token_ids:
         kept[token_id] = _OUT

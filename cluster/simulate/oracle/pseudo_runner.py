@@ -1,4 +1,4 @@
-"""Step runner of the simulator's pseudo-model, with what a real leader keeps of its own: blocks, and grammar matchers.
+"""Step runner of the simulator's pseudo-model, with a real leader's state: blocks, and grammar matchers.
 
 The keys and values are the tokens themselves, in real blocks, and the whole prefix is read back from them before each
 draw. So a block that is used twice, freed too early or listed in the wrong order changes the output. A model that keeps
@@ -92,8 +92,8 @@ _EMPTY: Final = b"\xff"
 """Content of slots that were never written: no token."""
 
 _WITHOUT_STATE: Final = b"\xfe"
-"""Stands in place of the first token where a state, or what a window sees, does not belong to the tokens: every draw
-differs then.
+"""Replaces the first token if a state, or the window's tokens, do not belong to the sequence: all later draws then
+differ.
 """
 
 Row = tuple[DrawParams, bytes | None]
@@ -127,7 +127,7 @@ class PseudoRunner:
         return self._states.slots[place]
 
     def write_block(self, kind: bytes, place: int, content: Any) -> None:
-        """Puts what `read_block` gave in place of what a block or a slot holds."""
+        """Overwrites a block or a slot with the values that `read_block` gave."""
         if kind == b"k":
             self._slots[place * self._block_size : (place + 1) * self._block_size] = content
         elif self._states is not None:
@@ -261,7 +261,7 @@ def run_each(plan: StepPlan, run: Callable[[StepPlan], StepResult]) -> StepResul
 
 
 class InformedProposer:
-    """Proposes what the model will draw. Every `errs_every`th guess is wrong, by one."""
+    """Proposes the token that the model will sample. Every `errs_every`th guess is wrong, by one."""
 
     def __init__(self, errs_every: int) -> None:
         self._errs_every = errs_every

@@ -142,7 +142,7 @@ def most_ended(attack: Attack, num_routers: int) -> int:
 
 
 def check_ended(attack: Attack, routers: Sequence[SimulatedRouter]) -> None:
-    """Checks how many processes its requests ended. Without faults no other reason is left."""
+    """Checks the number of processes that its requests ended. Without faults there is no other reason."""
     num_ended, most = sum(router.num_hung + router.num_crashed for router in routers), most_ended(attack, len(routers))
     require(num_ended <= most, f"{attack.kind} ended {num_ended} processes, and {most} would be the most")
 
@@ -154,8 +154,8 @@ def check_decoding(attack: Attack, routers: Sequence[SimulatedRouter]) -> None:
 
 
 def check_resets(attack: Attack, routers: Sequence[SimulatedRouter], limits: LimitsConfig, end_s: float) -> None:
-    """Checks that who resets too many calls was cut off: of calls by nobody knows whom, and of the attackers' address,
-    a router looks at no more than their budgets, and at those that it is handed before a connection is closed.
+    """Checks that clients with too many resets were cut off: a router looks at no more calls than the budgets of
+    anonymous callers and of the attackers' address allow, and at the calls that arrive before a connection is closed.
     """
     num_looked_at, seconds = sum(router.num_resets for router in routers), BURST_S + end_s - attack.time_s
     most = 2 * limits.max_resets_per_s * seconds + 10 * HANDED_OVER * attack.num_calls

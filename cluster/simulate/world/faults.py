@@ -64,7 +64,9 @@ def draw_faults(rng: random.Random, span_s: float, num_routers: int, num_replica
 
 
 def draw_updates(rng: random.Random, span_s: float, num_replicas: int) -> list[SimulatedFault]:
-    """Draws a rolling update in one simulation of four, in some of these a second one that may begin before its end."""
+    """Draws a rolling update in one simulation of four; some of these get a second one, which may begin before the end
+    of the first.
+    """
     return [
         SimulatedFault(
             kind=UPDATE,

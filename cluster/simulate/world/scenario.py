@@ -1,8 +1,8 @@
 """Scenario of a seed: the size of the cluster, its settings, its requests, its faults and an attack; and the invariants
 that must always hold.
 
-Cheap checks run after every event, deep ones every `EVENTS_PER_DEEP_CHECK` events and at the end. What a client
-receives is checked in `client.py`, what a router does in `audit.py` (`cluster/simulate/actors/`).
+Cheap checks run after every event, deep ones every `EVENTS_PER_DEEP_CHECK` events and at the end. A client's output is
+checked in `client.py`, a router's actions in `audit.py` (`cluster/simulate/actors/`).
 """
 
 import random
@@ -145,7 +145,7 @@ def _draw_shape(rng: random.Random, async_scheduling: bool) -> ReplicaShape:
     block_size = rng.choice((1, 2, 4, 8))
     max_model_len = rng.choice((32, 48))
     max_num_seqs = rng.choice((2, 8, 16, 32))
-    # From a cache that a single sequence can fill to one that has room for all.
+    # Sizes from a cache that a single sequence can fill to a cache with room for all.
     num_slots = max_model_len * rng.choice((1, 2, 4, max_num_seqs))
     return ReplicaShape(
         scheduler=SchedulerConfig(

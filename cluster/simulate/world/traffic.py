@@ -181,7 +181,7 @@ def _draw_logits_settings(rng: random.Random) -> dict[str, Any]:
 
 
 def _draw_reports(rng: random.Random) -> dict[str, Any]:
-    """Settings of what is reported about tokens."""
+    """Sampling parameters that report log-probabilities."""
     return {
         "logprobs": rng.choice((0, 1, 2, 5)) if rng.random() < 0.2 else None,
         "prompt_logprobs": rng.choice((0, 1, 3)) if rng.random() < 0.1 else None,

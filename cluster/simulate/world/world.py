@@ -46,7 +46,9 @@ LOSSES: Final = frozenset(
 ROUTER_LOSSES: Final = frozenset({"kill router", "freeze router", "drain router", "cut calls"})
 """Faults by which a router ends, or seems to, while it reads requests, so that these may be suspected."""
 ANSWER_S: Final = PATIENCE_S + 10.0
-"""After the last fault is over and the last request has come, everyone has an answer within so many seconds."""
+"""Every client has an answer within this many seconds after the end of the last fault and the arrival of the last
+request.
+"""
 MAX_EVENTS: Final = 200_000
 """Many times what any simulation needs: beyond it, processes are in a livelock."""
 COSTS: Final = LoopCosts()
@@ -54,7 +56,7 @@ COSTS: Final = LoopCosts()
 MAX_LAG_S: Final = 0.05
 """Longest time that a router's event loop lets the reader of a call wait."""
 SETTLE_S: Final = 2 * KEEPALIVE_S + 5.0
-"""Then, after so many more, nothing is left of any request."""
+"""After this many more seconds, no state of any request is left."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -216,7 +218,9 @@ class World:
             client.clock_error_s += abs(seconds)
 
     def retire_versions(self) -> None:
-        """Retires all versions of an ended update but those that replicas run, or will run when they return."""
+        """Retires all versions of an ended update except the versions that replicas run, or will run when they
+        return.
+        """
         wanted = {replica.version_of(replica.next_release) for replica in self.replicas}
         known = {replica.version_of(fault.release) for replica in self.replicas for fault in self.scenario.faults}
         self._revision += 1
@@ -306,7 +310,7 @@ class World:
             )
 
     def _check_attack(self) -> None:
-        """Checks what came of an attack that nothing else went wrong beside."""
+        """Checks the result of an attack in a simulation without other faults."""
         attack = self.scenario.attack
         if attack is not None and self.scenario.is_calm:
             for router in self.routers:

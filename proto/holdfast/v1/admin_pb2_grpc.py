@@ -132,7 +132,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """LoadAdapter serves a LoRA adapter under a name of its own, once a replica has loaded it and computed a token with it.
+        """LoadAdapter serves a LoRA adapter under its own name, once a replica has loaded it and computed a token with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -91,7 +91,7 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Abort ends an open request of this router, whichever client has sent it, with FINISH_REASON_ABORT after what it has.
+        """Abort ends an open request of this router, of any client, with FINISH_REASON_ABORT after its output so far.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

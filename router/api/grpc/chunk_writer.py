@@ -43,7 +43,7 @@ class ChunkWriter:
 
     def take(self, delta: OutputDelta) -> bool:
         """Begins to write it. False where an earlier one is being written, or the task is at work. Never raises: the
-        task gets what goes wrong.
+        task gets the error.
         """
         if self._writing is not None or self._sink.waiter.done():
             return False
@@ -56,7 +56,7 @@ class ChunkWriter:
         return True
 
     async def settle(self) -> None:
-        """Waits until nothing is being written. Raises what the last write has raised."""
+        """Waits until nothing is being written. Raises the error of the last write."""
         if self._writing is not None:
             self._idle = asyncio.get_running_loop().create_future()
             await self._idle
@@ -64,7 +64,7 @@ class ChunkWriter:
             raise self._error
 
     def close(self) -> None:
-        """Leaves what is being written to gRPC."""
+        """Leaves the current write to gRPC."""
         if self._writing is not None and self._waits_for is not None:
             self._waits_for.remove_done_callback(self._go_on)
             self._waits_for.cancel()
@@ -102,7 +102,9 @@ _INDEX, _TOKEN, _TEXT = (
     bytes([GenerateStreamResponse.DESCRIPTOR.fields_by_name[name].number << 3 | kind])
     for name, kind in (("first_token_index", 0), ("token_ids", 2), ("text", 2))
 )
-"""Tag before each field's content: its number, and 0 for a varint, 2 for a length and so many bytes."""
+"""Tag before each field's content: the field's number, and the wire type 0 for a varint or 2 for a length and that many
+bytes.
+"""
 
 
 def varint(number: int) -> bytes:

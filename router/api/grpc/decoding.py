@@ -116,7 +116,7 @@ class StagedReads:
         return message  # type: ignore[no-any-return]
 
     def _turn(self) -> None:
-        """A new turn: as many of those that wait as it may copy."""
+        """A new turn: this number of waiting calls may copy."""
         self._num_bytes, self._is_full = 0, False
         while self._waiting and self._num_bytes < TURN_BYTES:
             read, copied = self._waiting.popleft()

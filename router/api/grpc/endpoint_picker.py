@@ -82,8 +82,8 @@ class EndpointPickerServicer:
         self._picker = picker
 
     async def Process(self, requests: Requests, context: Context) -> AsyncGenerator[pb.ProcessingResponse, None]:
-        """Answers each message of Envoy's external processing stream. Raises InvalidRequestError for one that cannot be
-        parsed.
+        """Answers each message of Envoy's external processing stream. Raises InvalidRequestError for a message that
+        cannot be parsed.
         """
         modes = pb.ProtocolConfiguration()
         async for message in requests:

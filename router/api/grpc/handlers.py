@@ -34,7 +34,7 @@ StreamMethod: TypeAlias = Callable[[Any, Context], Awaitable[None]]
 """Writes its answers itself, as bytes: through a generator and a serializer, each would take longer."""
 GeneratorMethod: TypeAlias = Callable[[Any, Context], AsyncGenerator[Message, None]]
 Requests: TypeAlias = AsyncIterator[Message | InvalidRequestError]
-"""A client's stream. What is no message is an error in its place."""
+"""A client's stream. A message that cannot be decoded becomes an error in its place."""
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
 
@@ -110,7 +110,7 @@ def _taken(decode: Decode) -> Decode:
 
 
 def _noted(decode: Decode, method: MethodDescriptor, watch: PoisonWatch) -> Decode:
-    """Notes what is read, in the task of its call, before any of it is decoded: it may end this process."""
+    """Notes a request in the task of its call, before any of it is decoded: decoding may end this process."""
     kind, may_come_again = method.full_name, method.input_type.full_name == "holdfast.v1.GenerateRequest"
 
     async def noted(data: bytes) -> Message:
@@ -215,9 +215,8 @@ async def _abort(context: Context, error: Exception, trailers: Metadata) -> NoRe
 
 
 def _forget(aborted: BaseException, _: object) -> None:
-    """Lets go of what a call held when it was aborted, its message above all.
-
-    gRPC's state of the call keeps the exception, whose traceback leads back to that state. That is freed by the garbage
-    collector alone, after a hundred calls or more, whose messages may have 16 MiB each.
+    """Releases the objects of an aborted call, above all its message. gRPC's state of the call keeps the exception,
+    whose traceback refers to that state. That is freed by the garbage collector alone, after a hundred calls or more,
+    whose messages may have 16 MiB each.
     """
     aborted.__traceback__ = aborted.__context__ = None

@@ -67,7 +67,7 @@ class CallWatch(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # it tak
 
     def begun(self, context: Context) -> None:
         """The call's message is there, or it needs none, or it is refused without one. Raises `asyncio.CancelledError`
-        if its connection has been cut off: nothing more is to be done for it.
+        if its connection has been cut off.
         """
         arrival = _arrival.get()
         if arrival is not None:
@@ -150,8 +150,8 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 
 
 def given_request_id(context: Context) -> str:
-    """The id that the call's metadata gives; empty if it gives none. Notes the trace context of its task, and how many
-    routers its client has lost with it: raises `ReplicaError` if it is to come again.
+    """The id that the call's metadata gives; empty if it gives none. Notes the trace context of its task, and the
+    number of routers its client has lost with it: raises `ReplicaError` if the client shall try again later.
     """
     given = dict(context.invocation_metadata() or ())
     if ROUTERS_LOST in given and (reading := CURRENT_READING.get()) is not None:

@@ -64,7 +64,7 @@ class InferenceServicer:
         decode_worker: DecodeWorker | None = None,
         store_figures: Callable[[], Awaitable[StoreFigures | None]] | None = None,
     ) -> None:
-        """Requests are made of large messages by the `decode_worker`, or one of its own. `store_figures`: how much is
+        """Large messages are decoded by the `decode_worker`, or by a separate one. `store_figures`: how much is
         stored, if anything.
         """
         self._store_figures = store_figures

@@ -122,7 +122,7 @@ def add_reflection(
 def _bounded(
     method: Callable[..., AsyncIterator[Any]], decode: Decode, reads: StagedReads, begun: Begun
 ) -> Callable[..., AsyncGenerator[Any, None]]:
-    """The method, with messages as bytes; one that is beyond its bounds ends the call."""
+    """The method, with messages as bytes; a message beyond its bounds ends the call."""
 
     async def decoded(context: Context) -> AsyncGenerator[Any, None]:
         while (request := await reads.read(context.read())) is not None:
@@ -142,7 +142,7 @@ def _bounded(
 
 @cache
 def _v1_pool() -> DescriptorPool:
-    """The protocol's definition under the name of its v1, in a pool of its own."""
+    """The protocol's definition under the name of its v1, in a separate pool."""
     proto, renamed = FileDescriptorProto(), FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(proto)
     text_format.Parse(text_format.MessageToString(proto).replace(_ALPHA, _V1), renamed)

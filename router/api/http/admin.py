@@ -85,7 +85,7 @@ class AdminEndpoints:
         "/admin/pause": (PauseBody, "Pauses a model: its new requests wait, or are refused."),
         "/admin/resume": (ResumeBody, "Resumes a paused model."),
         "/admin/log-level": (LogLevelBody, "Sets the log level of routers and replicas."),
-        "/v1/load_lora_adapter": (LoadAdapterBody, "Serves a LoRA adapter under a name of its own."),
+        "/v1/load_lora_adapter": (LoadAdapterBody, "Serves a LoRA adapter under its own name."),
         "/v1/unload_lora_adapter": (UnloadAdapterBody, "Unloads a LoRA adapter."),
     }
 
@@ -144,7 +144,7 @@ class AdminEndpoints:
 
 
 def _not_local(request: Request) -> str:
-    """Why the call is not one that a person of this machine has made; empty: it is."""
+    """The reason why the call does not come from a user of this machine; empty: it does."""
     headers, client = request.headers, request.client
     if client is None or not is_loopback(client.host):
         return f"this one comes from {client.host if client else 'nowhere'}"

@@ -95,7 +95,7 @@ class HttpApi:
     ) -> None:
         """The `gate` lets requests in; without it all may come. Without `operators` there are no paths for them.
         `warnings`: warnings that health adds. The `guard` knows the connections of the server. Large bodies are decoded
-        by the `decode_worker`, or one of its own. The `poison_watch` gets each request that is read. Without an
+        by the `decode_worker`, or by a separate one. The `poison_watch` gets each request that is read. Without an
         `intake` bytes of requests are not counted; without `load_reports` no response has one.
         """
         self._load_reports = load_reports
@@ -139,7 +139,7 @@ class HttpApi:
         self._state.is_stopping = True
 
     async def open_store(self, config: RouterConfig) -> None:
-        """Opens the store of the configuration, and begins to compute what waits there. Raises `StoreError`."""
+        """Opens the configured store, and begins to compute its waiting jobs. Raises `StoreError`."""
         assert config.store is not None, "there is one"
         limits = StoreLimits(max_bytes=config.store_max_bytes, retention_s=config.store_retention_s)
         objects = ObjectStore(await Database.open(config.store), limits)

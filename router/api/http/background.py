@@ -1,6 +1,6 @@
 """Background responses: computed whether their clients are there or not, and continued after any process has ended.
 
-What a client would hold is kept in the job store instead: the body, and the stream with its marks. The router that has
+The job store keeps the client's part: the body, and the stream with its marks. The router that has
 a job's lease computes it; after its end another one, or the same cluster started again, continues after the last mark,
 as for a client that comes again. So the stream has the tokens, and the events, that it would have had.
 """
@@ -147,7 +147,7 @@ class BackgroundResponses:
                 await asyncio.sleep(CLAIM_EVERY_S)
 
     def _start(self, job: Job) -> None:
-        context = contextvars.Context()  # of no client: neither its key nor what is counted of its connection
+        context = contextvars.Context()  # belongs to no client: neither to its key nor to the counts of its connection
         name = f"{job.tenant}\0{job.id}"
         task = context.run(lambda: asyncio.create_task(self._run(job), name="background response"))
         self._runs[name] = task
@@ -261,7 +261,7 @@ def _record_of(job: Job, identity: Identity) -> ResumeRecord:
 
 
 def _merge(record: ResumeRecord, events: bytes) -> None:
-    """Adds what the marks among them say."""
+    """Adds the content of the marks among them."""
     for part in events.split(b"\n\n"):
         if part.startswith(MARK) and not isinstance(mark := read_mark(part[len(MARK) :]), StreamFailure):
             record.merge(mark)

@@ -100,7 +100,7 @@ class BatchLines:
                         await self._looks.wait()
 
     async def _keep(self) -> None:
-        """Renews leases, and ends what is this router's no more."""
+        """Renews leases, and ends jobs whose lease was lost."""
         await self._batches.expire()
         if not self._runs:
             return

@@ -104,7 +104,7 @@ class BatchEndpoints:
         ]
 
     async def create(self, request: Request) -> ASGIApp:
-        """Answers when the file is read: with a batch that is in progress, or one that has failed and says why."""
+        """Answers when the file is read: with a batch that is in progress, or with a failed one and the reason."""
         content, tenant = await self._reader.content(request), self._history.tenant(request)
         body, _ = await self._reader.decoded(content, BatchBody, lambda one: None)
         objects, store = self._history.to_write("batch").objects, self.opened()

@@ -220,7 +220,7 @@ class ChatChunks:
         return self._told(index, merged([*self._held.pop(index, ()), delta]), deltas)
 
     def _is_to_wait(self, index: int, delta: OutputDelta) -> bool:
-        """Whether an empty delta has tokens that are to be sent with a later one."""
+        """Whether an empty delta has tokens that must be sent with a later one."""
         if delta.finish_reason is not None or not self._view.tells_tokens(self._readers[index]):
             return False
         return bool(delta.logprobs) or (bool(self._body.return_token_ids) and bool(delta.token_ids))
@@ -247,7 +247,7 @@ class ChatChunks:
         return events
 
     def _beginning(self, index: int, delta: OutputDelta) -> bytes:
-        """The first chunks of a choice: its role, with what is asked for of the prompt, and the echo."""
+        """The first chunks of a choice: its role, the requested data of the prompt, and the echo."""
         self._begun.add(index)
         of_prompt = self._view.of_prompt(self._answer.request.prompt_token_ids)
         if delta.prompt_logprobs:

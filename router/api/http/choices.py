@@ -265,7 +265,7 @@ def finish_after_calls(reason: FinishReason | None, reader: ChatReader | None) -
 
 
 def delta_of(prefix: str, event: Reasoning | CallEvent) -> dict[str, Any]:
-    """Chunk fields for an event; empty for the end of a call, which has none."""
+    """Chunk fields for an event; empty for the end of a call."""
     if isinstance(event, Content):
         return {"content": event.text}
     if isinstance(event, Reasoning):

@@ -1,6 +1,7 @@
 """Endpoint `/v1/completions`: one prompt or several, as text or token ids, answered whole or as a stream of chunks.
 
-Several prompts are as many requests, which are answered side by side: choice `i * n + j` is completion j of prompt i.
+Several prompts become several requests, which are answered side by side: choice `i * n + j` is completion j of prompt
+i.
 """
 
 import asyncio
@@ -214,7 +215,7 @@ class Completions:
     def _choice(self, output: OutputDelta, answer: SampledAnswer | BeamAnswer) -> dict[str, Any]:
         index, text = output.sequence_index, output.text
         is_first = index not in self._lengths
-        if scores_only(self._body):  # what the one drawn token adds is left out
+        if scores_only(self._body):  # the addition of the one drawn token is left out
             text = answer.echo if is_first else ""
         choice: dict[str, Any] = {
             "index": index,

@@ -175,7 +175,7 @@ def _has_body(request: Request) -> bool:
 
 
 def _check_included(request: Request) -> None:
-    """Items have all that they were stored with; what else may be included is not checked beyond its form."""
+    """Items are returned with all their stored fields; the values of `include` are only checked for their form."""
     for name in ("include", "include[]"):
         for value in request.query_params.getlist(name):
             if not value.replace(".", "").replace("_", "").isalnum():

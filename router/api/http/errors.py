@@ -91,7 +91,9 @@ def http_error(error: HoldfastError) -> HttpError:
 
 
 def invalid_body(error: ValidationError) -> InvalidRequestError:
-    """The first complaint about a request's body; of a value that may be of several types, that which fits best."""
+    """The first error of a request's body; for a value that may be of several types, the error of the best-fitting
+    one.
+    """
     found = error.errors(include_url=False, include_context=False)
     first = max((one for one in found if one["loc"][:1] == found[0]["loc"][:1]), key=lambda one: _fit(one["loc"]))
     places = [

@@ -1,8 +1,7 @@
 """Server-sent events: an ASGI response whose events come from an asynchronous generator, and the ids of events.
 
-The status waits for the first event, so that an error that ends a request before any output is a status of its own; a
-client that waits long gets comments, so that no proxy gives the connection up. The response ends when the client is
-gone.
+The status waits for the first event, so that an error before any output has its own status; a client that waits long
+gets comments, so that no proxy closes the connection. The response ends when the client is gone.
 
 By ids any SSE client goes on with a stream: it sends the same body again with `Last-Event-ID`. An id is a digest of the
 client's resume record: the number of tokens and a checksum stand in place of the tokens. The router computes these

@@ -1,4 +1,4 @@
-"""Endpoints of `/v1/files`: uploads that are stored piece by piece, and what they hold, as OpenAI has them."""
+"""Endpoints of `/v1/files`: uploads that are stored piece by piece, and their contents, in OpenAI's format."""
 
 import time
 import uuid

@@ -1,7 +1,7 @@
 """Body that is read from JSON text: fields that are not supported, names for errors, objects whose fields are known.
 
-A field of a body that is not known is accepted, and logged once; one that is known and would be silently ignored is
-refused by name if it asks for something, and so is a field that is not known in an object.
+An unknown field of a body is accepted, and logged once. A known field that this server would ignore is refused by name
+if it has a non-neutral value, and so is an unknown field of a nested object.
 """
 
 import logging
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _First(FailFast):
-    """One that unions of types take."""
+    """One of the types of a union."""
 
     __hash__ = object.__hash__
 
@@ -69,8 +69,8 @@ class Reads(BaseModel):
         "moderation": (),
         "stream_options.include_obfuscation": (False,),
     }
-    """Fields that are not supported, with their neutral values. None is always neutral. A name with a dot is that of a
-    field in an object.
+    """Fields that are not supported, with their neutral values. None is always neutral, i.e. has no effect. A name with
+    a dot is that of a field in an object.
     """
 
     objects: ClassVar[Mapping[str, Collection[str]]] = {
@@ -79,7 +79,7 @@ class Reads(BaseModel):
         "response_format.json_schema": ("name", "description", "strict", "schema"),
         "prompt_cache_options": ("mode", "ttl", "prewarm", "comparison_response_id"),
     }
-    """Names of fields in objects, by the object's path: with those of `neutral` all that are known."""
+    """Names of fields in objects, by the object's path: together with the names in `neutral`, all known fields."""
 
     passed_on: ClassVar[Container[str]] = ()
     """Fields that are not declared, and are read by the body that is made of this one."""

@@ -125,7 +125,7 @@ class MessageBatchEndpoints:
         before, after = query.get("before_id"), query.get("after_id")
         for name, one in (("before_id", before), ("after_id", after)):
             if one is not None and not is_id(one):
-                raise InvalidRequestError(name, one, "must be the id of one that is listed")
+                raise InvalidRequestError(name, one, "must be the id of an object of this list")
         found: list[dict[str, Any]] = []
         has_more = False
         if self._history.store is not None:
@@ -136,14 +136,14 @@ class MessageBatchEndpoints:
         return json_response({"data": data, "has_more": has_more, **ends})
 
     async def cancel(self, request: Request) -> ASGIApp:
-        """Ends it: what has no result by now is cancelled, and the results say so."""
+        """Ends it: requests without a result are cancelled, and reported as such."""
         check_json_if_any(request)
         batch = await self._batch(request)
         cancelled = await self._batches.opened().cancel(self._history.tenant(request), batch["id"], tells_lines=True)
         return json_response(_shown(cancelled))
 
     async def delete(self, request: Request) -> ASGIApp:
-        """Deletes one that has ended, and its results, for good."""
+        """Deletes an ended batch and its results for good."""
         batch = await self._batch(request)
         if batch["status"] == RUNNING:
             raise InvalidRequestError("message_batch_id", batch["id"], "must have ended; cancel it first")
@@ -209,7 +209,7 @@ def _time(seconds: float | None) -> str | None:
 
 
 async def _results(files: FileStore, tenant: str, batch: Mapping[str, Any]) -> AsyncIterator[bytes]:
-    """Lines of both files: those that succeeded first."""
+    """Lines of both files: the successful ones first."""
     for name in ("output_file_id", "error_file_id"):
         if batch[name] is not None:
             async for line in files.content(tenant, batch[name]):  # each piece is one

@@ -163,8 +163,8 @@ def _stop(reason: FinishReason | None, ended_by: str | int | None, num_calls: in
 
 
 def _usage(usage: Usage, kept: Sequence[KeptPrefix]) -> dict[str, Any]:
-    """Usage of a prompt of which these prefixes are kept: what was not read from the cache was written to it up to the
-    last of them, each token for the longest time of those that it belongs to.
+    """Usage of a prompt whose prefixes are kept: tokens that were not read from the cache were written to it, up to the
+    last prefix, each for the longest time of its prefixes.
     """
     written = {"short": 0, "long": 0}
     before = usage.num_cached_tokens

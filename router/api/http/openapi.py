@@ -100,7 +100,7 @@ _PAGED: Final = (("after", "string"), ("limit", "integer"), ("order", "string"))
 _STORED: Final[Mapping[str, Mapping[str, tuple[str, tuple[tuple[str, str], ...]]]]] = {
     "/v1/responses/{response_id}": {
         "get": (
-            "A stored response, or the events of one that is computed in the background.",
+            "A stored response, or the events of a response that is computed in the background.",
             (("stream", "boolean"), ("starting_after", "integer")),
         ),
         "delete": ("Deletes a stored response.", ()),

@@ -47,7 +47,9 @@ class PoolingBody(Reads, Notes):
     cache_salt: str | None = None
     timeout: float | None = None
     truncate_prompt_tokens: int | None = None
-    """Tokens of each text that are kept; -1: as many as the model takes. Unset: a text that is too long is refused."""
+    """Number of tokens of each text that are kept; -1: up to the model's maximum length. Unset: a text that is too long
+    is refused.
+    """
     truncation_side: Literal["left", "right"] | None = None
     use_activation: bool | None = None
     """Whether vectors are normalized, or scores activated; unset: as the model says."""

@@ -1,10 +1,10 @@
 """Checks of a request's `Host` and `Origin`: hosts that a server answers for, and pages that may call it.
 
-Without keys, a server accepts every caller, and a browser can call it for any page that is open there: one of
-another site, or one whose name resolves to 127.0.0.1 (DNS rebinding). So without keys a request must name a host
-of this server and no other origin. A key is stronger than both checks: with keys, neither is made.
-With or without keys, a body must have the content type of JSON, which a page cannot send to another origin unasked; an
-upload of a file is a form, which a page can send, and rests on the two checks alone.
+Without keys, a server accepts every caller, and a browser can call it on behalf of any open page: a page of another
+site, or one whose name resolves to 127.0.0.1 (DNS rebinding). So without keys, a request must name a host of this
+server and no foreign origin. A key is stronger than both checks: with keys, neither is made. With or without keys, a
+body must have the content type of JSON, which a page cannot send to another origin unasked; an upload of a file is a
+form, which a page can send, and rests on the two checks alone.
 """
 
 import ipaddress
@@ -67,8 +67,8 @@ class RequestOrigins:
         return is_named and not is_operators_path(request.url.path)
 
     def _is_own(self, name: str) -> bool:
-        """Whether a host's name means this server. One that listens for other machines is called by names that it does
-        not know: unless they are given, it answers for all.
+        """Whether a host's name means this server. A server that listens for other machines does not know its names:
+        unless they are configured, it answers for all.
         """
         if is_loopback(name) or name in self.allowed_hosts:
             return True
@@ -122,7 +122,7 @@ def is_loopback(host: str) -> bool:
 
 
 OPEN: Final = ("/health", "/ping", "/ready", *PAGE)
-"""Paths without a key, for load balancers and Kubernetes: they tell whether this router serves, and nothing else. Also
+"""Paths without a key, for load balancers and Kubernetes: they only tell whether this router serves. Also
 the page, which is static and sends the key that its reader enters."""
 
 
@@ -191,7 +191,7 @@ def with_cors(app: ASGIApp, origins: Collection[str], guard: ConnectionGuard | N
 
 
 class CrossOrigin:
-    """Answers preflights, and says on each answer which origin may read it. Paths of operators are for no other
+    """Answers preflights, and says on each answer which origin may read it. Operators' paths accept no foreign
     origin.
     """
 

@@ -30,7 +30,7 @@ from holdfast.worker.wire.bound import Bound
 
 _OTHER_COUNT, _OTHER_SIZE = 4096, 256 * 2**10
 OTHER: Final = Bound(count=_OTHER_COUNT, size=_OTHER_SIZE)
-"""Bound of a field without one of its own."""
+"""Bound of a field without an entry in the table."""
 
 _ESCAPED: Final = 6
 """Bytes of JSON that stand for one byte of text at most."""
@@ -118,7 +118,7 @@ class RequestReader:
     async def submission(self, request: Request) -> tuple[Submission, bytes]:
         """Which request it is, and its body's own bytes."""
         note_incoming(request.headers.get(TRACEPARENT, ""))
-        # Before the body is read: what is shed whatever it says costs nothing more.
+        # Before the body is read, so that a request that is shed in any case costs no more.
         self._requests.check_overload(Priority.CRITICAL, is_resumed=RESUME in request.headers)
         content = await self.content(request)
         if (known := request.scope.get(SUBMISSION)) is not None:
@@ -145,7 +145,7 @@ class RequestReader:
         return content
 
     async def decoded(self, content: bytes, kind: type[B], made_of: Callable[[B], T]) -> tuple[B, T]:
-        """A body, and what is made of it, off the event loop where it is large. Raises `InvalidRequestError`."""
+        """A body, decoded off the event loop if it is large. Raises `InvalidRequestError`."""
 
         def decode() -> tuple[B, T]:
             body = kind.read(content, self.bounds)

@@ -121,7 +121,9 @@ class ResponseEndpoints:
         submission: Submission,
         earlier: list[dict[str, Any]] | None = None,
     ) -> _Prepared:
-        """`owner`: whose stored responses it may continue. `earlier`: what it continues, where that was read before."""
+        """`owner`: whose stored responses it may continue. `earlier`: the response that it continues, if it was read
+        before.
+        """
 
         def chat_of(one: ResponsesBody, earlier: Sequence[dict[str, Any]] = ()) -> GenerationRequest:
             return chat_request(chat_body(one, earlier), tenant)
@@ -155,7 +157,7 @@ class ResponseEndpoints:
         self._requests.charge(made.generation)
         response = made.queued(self._requests.model(made.generation.model).name)
         response_id, identity = response["id"], made.submission.identity.text
-        # With what it continues: that may be changed or deleted before the end.
+        # With the response that it continues, which may be changed or deleted before the end.
         said = json.dumps(made.earlier).encode() + b"\n" + content
         job = Job(
             tenant=owner,

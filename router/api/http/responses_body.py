@@ -183,7 +183,7 @@ def _messages(body: ResponsesBody, earlier: Sequence[dict[str, Any]]) -> Iterato
         if isinstance(kind, str) and kind in _ITEMS:
             check_names(item, ("type", *_ITEMS[kind]), field, _ITEM_NOTES)
         if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
-            if "tool_calls" in turn and kind != "function_call":  # what comes after calls is another turn
+            if "tool_calls" in turn and kind != "function_call":  # messages after calls begin another turn
                 yield turn
                 turn = {}
             _add_to_turn(turn, kind, item, field)

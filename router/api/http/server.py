@@ -57,7 +57,7 @@ class Connection(HttpToolsProtocol):
 
 
 MOST_GUESTS: Final = 64
-"""Connections that came while none was accepted; more are refused before they say what they want."""
+"""Connections that arrived while none was accepted; further ones are refused before they are read."""
 
 REFUSED_RETRY_S: Final = 2
 MOST_BUFFERED: Final = 16 * 2**10
@@ -84,7 +84,7 @@ class BoundedProtocol(Connection):
         self._arrival: asyncio.TimerHandle | None = None
         """Until the request that is being sent must be here."""
         self._reading: asyncio.TimerHandle | None = None
-        """Until the client must have taken some of what waits for it."""
+        """Waits until the client must have read a part of the waiting output."""
 
     # --- the connection ---
 
@@ -92,7 +92,7 @@ class BoundedProtocol(Connection):
         super().connection_made(transport)
         transport.set_write_buffer_limits(MOST_BUFFERED)
         if len(self.connections) > self._limits.max_connections:
-            self._refuse(503, "the server has as many connections as it takes (limits.max_connections)")
+            self._refuse(503, "the server has its maximum number of connections (limits.max_connections)")
         elif self._overload is not None and not self._overload.takes_connection():
             self._come_as_guest(self._overload)
         else:
@@ -125,7 +125,7 @@ class BoundedProtocol(Connection):
         _cancel(self._reading)
         super().resume_writing()
 
-    # --- what the parser finds ---
+    # --- callbacks of the parser ---
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -274,7 +274,7 @@ class HttpServer:
             await asyncio.sleep(0.005)
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more connections; open responses have `grace_s` to be sent."""
+        """Accepts no more connections; open responses have `grace_s` to be sent."""
         if self._serving is None:
             self._socket.close()
             return

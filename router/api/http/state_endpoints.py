@@ -113,7 +113,7 @@ class StateEndpoints:
         }
 
     async def health(self, request: Request) -> ASGIApp:
-        """200 while any model has a replica up, with what is wrong all the same."""
+        """200 while any model has a replica; the body lists the problems."""
         if self.is_stopping or not any(model.takes_requests for model in self._dispatch_host.dispatch.models()):
             raise ReplicaError("no replica is up" if not self.is_stopping else "this router is stopping")
         warnings = self._warnings()

@@ -16,7 +16,7 @@ _MAX_VALUE: Final = 512  # characters, as in OpenAI's API
 
 
 def id_of(request: Request, parameter: str, kind: str) -> str:
-    """An id in the path. Raises `NotFoundError` for one that nothing has."""
+    """An id in the path. Raises `NotFoundError` for an object that does not exist."""
     object_id: str = request.path_params[parameter]
     if not is_id(object_id):
         raise NotFoundError(kind, object_id)
@@ -45,7 +45,7 @@ def page_asked(query: Mapping[str, str], order: str = "desc", limit: int = 20, m
         raise InvalidRequestError("limit", said, f"must be in [1, {most}]")
     after = query.get("after")
     if after is not None and not is_id(after):
-        raise InvalidRequestError("after", after, "must be the id of one that is listed")
+        raise InvalidRequestError("after", after, "must be the id of an object of this list")
     return Page(after=after, limit=int(said), is_ascending=order == "asc")
 
 

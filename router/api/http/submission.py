@@ -35,7 +35,7 @@ class Submission:
     """0: the client does not come again."""
     record: ResumeRecord | None = None
     tells_replicas: bool = False
-    """Marks say which replica has made what they stand for."""
+    """A mark names the replica that generated its tokens."""
     event_ids: EventIds | None = None
     """Event ids of a client that may reconnect with the id of its last event."""
     _held: dict[int, list[tuple[OutputDelta, bytes]]] = field(default_factory=dict)
@@ -143,7 +143,9 @@ class Submission:
     def of(
         self, request: GenerationRequest, *, number: int = 0, num_prompts: int = 1, choices: int = 1
     ) -> GenerationRequest:
-        """A request of the body as it is submitted now: number `number` of `num_prompts`, each of so many choices."""
+        """A request of the body as it is submitted: number `number` of `num_prompts`, each with this number of
+        choices.
+        """
         if not self.marks and not request.request_id:
             return request
         request_id, resume, timeout_s = self.identity.request_id, None, request.timeout_s
@@ -169,8 +171,8 @@ class Encoder(Protocol):
     """Events so far, where events are numbered."""
 
     def of(self, delta: OutputDelta) -> bytes:
-        """The events of a delta, whose `sequence_index` is the number of its choice. Of one whose choice was over
-        before there is nothing to say but the usage.
+        """The events of a delta, whose `sequence_index` is the number of its choice. If the choice had ended before,
+        only the usage is left to send.
         """
 
     def plain(self, delta: OutputDelta) -> bytes | None:
@@ -193,7 +195,7 @@ async def answer_events(
     submission: Submission,
     connection: Connection | None,
 ) -> AsyncGenerator[bytes, None]:
-    """The events of one answer, delta by delta; of a resumed one those that its client does not have. It is open
+    """The events of one answer, delta by delta; of a resumed one, the events that its client does not have. It is open
     as long as they are read.
     """
     async with opening as answer:
@@ -252,7 +254,7 @@ def catch_up(encoder: Encoder, received: Iterable[OutputDelta], submission: Subm
 
 
 def note_reading(watch: PoisonWatch, path: str, headers: Mapping[str, str], content: bytes) -> None:
-    """A request is read from here on. Its client's resume record is no part of what it is recognized by.
+    """A request is read from here on. A client's resume record is not part of the request's digest.
 
     Raises as `PoisonWatch.begin` does, and `InvalidRequestError` for a header.
     """

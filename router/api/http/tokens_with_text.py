@@ -184,8 +184,8 @@ class TokensWithText:
         return bool(self._held)
 
     def of(self, delta: OutputDelta) -> OutputDelta | None:
-        """The delta to send now; None: nothing yet. What the client of a resumed stream already has comes without
-        log-probabilities and unchanged.
+        """The delta to send now; None: nothing yet. The text that the client of a resumed stream already has is
+        skipped, without log-probabilities.
         """
         self._num_chars += len(delta.text)
         if len(delta.logprobs) < len(delta.token_ids):

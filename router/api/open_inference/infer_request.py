@@ -79,7 +79,9 @@ def _taken_apart(text: bytes, bounds: JsonBounds) -> tuple[bytes, dict[str, list
 
 
 def _typed(kind: Kind, value: Any) -> Any:
-    """A value that the parameter's own check takes or refuses. What is unreadable stays as it is, to be refused."""
+    """A value that the parameter's own check takes or refuses. An unreadable value is passed on unchanged, to be
+    refused.
+    """
     if kind is BIASES:
         return _biases(value)
     if not isinstance(value, str):
@@ -211,18 +213,18 @@ def check_version(model: str, version: str) -> None:
 
 
 def _reporting(params: SamplingParams, outputs: Sequence[str]) -> SamplingParams:
-    """Parameters with the log-probabilities that the outputs need. A beam search has the sums of its own."""
+    """Parameters with the log-probabilities that the outputs need. A beam search keeps separate sums."""
     needs = "logprobs" in outputs or ("cumulative_logprob" in outputs and params.beam_width is None)
     return params.with_changes(logprobs=0) if needs and params.logprobs is None else params
 
 
 def _outputs(message: grpc_service_pb2.ModelInferRequest, inputs: Mapping[str, Sequence[Value]]) -> tuple[str, ...]:
-    """Requested outputs: those that are named, or without any the text and the outputs of `return_` inputs."""
+    """Requested outputs: the named ones, or without names the text and the outputs of `return_` inputs."""
     for index, output in enumerate(message.outputs):
         if output.name not in OUTPUTS:
             raise InvalidRequestError(f"outputs[{index}].name", output.name, f"must be one of {', '.join(OUTPUTS)}")
         if output.parameters:
-            limit = "must have none: there is neither shared memory nor classification here"
+            limit = "must be empty: there is neither shared memory nor classification here"
             raise InvalidRequestError(f"outputs[{index}].parameters", sorted(output.parameters), limit)
     named = {output.name for output in message.outputs}
     flagged = {TEXT_OUTPUT, *(name for name in OUTPUTS if _flag(inputs, f"return_{name}"))}

@@ -1,6 +1,6 @@
 """Inference responses of the Open Inference Protocol: a request's completions, or a step of its stream, as tensors.
 
-Each output has one element for each completion; in a stream, what is new of it.
+Each output has one element for each completion; in a stream, the new part.
 """
 
 import json

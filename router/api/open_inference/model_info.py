@@ -1,5 +1,5 @@
-"""Server and model metadata of the Open Inference Protocol: what is served,
-and the tensors of a request and an answer.
+"""Server and model metadata of the Open Inference Protocol: the served models, and the tensors of a request and an
+answer.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ class _ModelCounts:
 
 
 class InferCounts:
-    """Requests by model: those that succeeded, failed and were cancelled."""
+    """Requests by model and result: succeeded, failed, cancelled."""
 
     def __init__(
         self, clock_ns: Callable[[], int] = time.monotonic_ns, wall_clock_ns: Callable[[], int] = time.time_ns

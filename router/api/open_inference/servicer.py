@@ -100,8 +100,8 @@ class InferenceProtocolServicer:
         bounds: JsonBounds,
         decode_worker: DecodeWorker | None = None,
     ) -> None:
-        """The `bounds` are those of the JSON in requests. Large ones are read by the `decode_worker`, or one of its
-        own.
+        """The `bounds` are those of the JSON in requests. Large requests are decoded by the `decode_worker`, or by a
+        separate one.
         """
         self._bounds = bounds
         self._decode_worker = decode_worker or DecodeWorker()
@@ -173,7 +173,7 @@ class InferenceProtocolServicer:
     async def ModelStreamInfer(
         self, messages: AsyncIterator[grpc_service_pb2.ModelInferRequest | InvalidRequestError], context: Context
     ) -> AsyncGenerator[grpc_service_pb2.ModelStreamInferResponse, None]:
-        """Many requests at the same time. One that fails is answered with its error, and the others go on."""
+        """Many requests at the same time. A failed request is answered with its error, and the others continue."""
         requests = _numbered(messages)
         async with aclosing(interleaved(requests, partial(self._answers, context), MAX_OPEN)) as answers:
             async for answer in answers:

@@ -48,7 +48,7 @@ class Tensor:
 def input_values(
     message: grpc_service_pb2.ModelInferRequest, datatypes: Mapping[str, Datatype]
 ) -> dict[str, Sequence[Value]]:
-    """The elements of each input, by name. Raises `InvalidRequestError` for what is none of `datatypes`."""
+    """The elements of each input, by name. Raises `InvalidRequestError` for a type that is not in `datatypes`."""
     num_raw = len(message.raw_input_contents)
     if num_raw not in (0, len(message.inputs)):
         limit = f"must have as many as there are inputs, {len(message.inputs)}, or none"

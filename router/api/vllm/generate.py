@@ -1,6 +1,4 @@
-"""Requests of vLLM's engine protocol as the router's own: what is meant by fields that are zero,
-and what is refused.
-"""
+"""Requests of vLLM's engine protocol as the router's own: the meaning of fields that are zero, and refusals."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Final

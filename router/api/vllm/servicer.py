@@ -46,7 +46,7 @@ class MeasuredEngine(Protocol):
 
 
 def model_info(facts: ModelInfo) -> vllm_engine_pb2.GetModelInfoResponse:
-    """Reads the model's folder for what the router does not need to know."""
+    """Reads the facts of the model's folder that the router does not need."""
     config, defaults = _json(facts.path, "config.json"), _json(facts.path, "generation_config.json")
     chosen = PARAMETERS.drawn_by(defaults)
     return vllm_engine_pb2.GetModelInfoResponse(
@@ -82,7 +82,7 @@ class LoadReport:
         self._samples: deque[tuple[float, int]] = deque()
 
     def of(self, load: EngineLoad, stats: EngineStats) -> vllm_engine_pb2.SchedulerLoad:
-        """Only what runs occupies blocks here: cached ones that can be had at any time are no use."""
+        """Only running requests occupy blocks here: cached blocks can be evicted at any time."""
         num_used = load.num_total_blocks - load.num_free_blocks
         return vllm_engine_pb2.SchedulerLoad(
             num_running_reqs=load.num_running,
@@ -126,7 +126,7 @@ class VllmEngineServicer:
         max_num_seqs: int,
         decode_worker: DecodeWorker | None = None,
     ) -> None:
-        """Requests are made of large messages by the `decode_worker`, or one of its own."""
+        """Large messages are decoded by the `decode_worker`, or by a separate one."""
         self._decode_worker = decode_worker or DecodeWorker()
         self._request_processor = request_processor
         self._engine = engine

@@ -277,11 +277,11 @@ def test_messages_have_a_field_for_each_of_the_words():
         ),
         (
             engine_pb2.LinkResponse(step={"plain_attempts": [7, 8], "plain_token_indices": [1, 2]}),
-            "2 attempts, 2 token_indices, 0 token_ids: there must be as many of each",
+            "2 attempts, 2 token_indices, 0 token_ids: there must be the same number of each",
         ),
         (
             engine_pb2.LinkResponse(step={"plain_token_ids": [1]}),
-            "0 attempts, 0 token_indices, 1 token_ids: there must be as many of each",
+            "0 attempts, 0 token_indices, 1 token_ids: there must be the same number of each",
         ),
         (engine_pb2.LinkResponse(heartbeat={"expected_gap_s": math.nan}), "expected_gap_s = nan: must be"),
         (engine_pb2.LinkResponse(heartbeat={"expected_gap_s": -1.0}), "expected_gap_s = -1.0: must be"),

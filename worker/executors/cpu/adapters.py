@@ -1,8 +1,8 @@
-"""Adapters: what a low-rank adapter adds to the linears of a decoder layout, and its native form (`native/adapters.h`):
-numbers by sixteens of ranks and of outputs.
+"""Adapters: the addition of a low-rank adapter to the linears of a decoder layout, and its native form
+(`native/adapters.h`): numbers by sixteens of ranks and of outputs.
 
-A linear of a layout is a stack of modules, some of which have an adapter of their own. So what is added is
-`b (scales * (a x))`, with the ranks of all modules one after the other, and each output has those of its own module.
+A linear of a layout is a stack of modules, some of which have separate adapters. So the addition is `b (scales * (a
+x))`, with the ranks of all modules one after the other, and each output uses the ranks of its module.
 """
 
 import ctypes
@@ -66,7 +66,7 @@ _NUMBERS_OF_LINE: Final = 32  # places are multiples of it: a cache line or two
 
 
 class PackedAdapter:
-    """One rank's share of an adapter. `native` and what it points to live as long as this."""
+    """One rank's share of an adapter. `native` and its arrays live as long as this."""
 
     def __init__(
         self, library: CDLL, sites: Mapping[str, Site], adapted: Mapping[str, AdaptedLinear], dtype: torch.dtype
@@ -117,7 +117,7 @@ class PackedAdapter:
 
 
 class _Plan:
-    """Places of the numbers of one linear's adapter, in memory of its own."""
+    """Places of the numbers of one linear's adapter, in separate memory."""
 
     def __init__(self, site: Site, added: AdaptedLinear) -> None:
         self._site, self._added = site, added

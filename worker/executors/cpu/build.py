@@ -1,7 +1,7 @@
 """Compiler driver of the native executor: C++ sources to a shared library for each instruction class.
 
-One library for all would let the linker pick, of equal template functions, one that the machine cannot run. A library
-carries the digest of what it was made from; a stale one is not used.
+With one library for all, the linker could pick, of equal template functions, one that the machine cannot run. A library
+carries the digest of its sources; a stale one is not used.
 """
 
 import argparse
@@ -141,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compiles the native executor's libraries.")
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "classes", nargs="*", metavar="class", help=f"of {', '.join(_ANY_CLASS)}; default: those that are shipped"
+        "classes", nargs="*", metavar="class", help=f"of {', '.join(_ANY_CLASS)}; default: the shipped ones"
     )
     arguments = parser.parse_args()
     if unknown := set(arguments.classes) - _ANY_CLASS.keys():

@@ -73,8 +73,8 @@ class TiledCache:
         window: Window | None = None,
     ) -> None:
         """Pages for layers of these specs, in this order, as `library` reads them: of numbers of `dtype`, or of codes
-        and scales (`native/codes.h`). With a `window`, those with a sliding window have blocks of their own, in the
-        same memory: what a block holds is all other layers' pages, or all of theirs.
+        and scales (`native/codes.h`). With a `window`, layers with a sliding window have separate blocks, in the same
+        memory: a block holds pages either of all other layers, or of the window layers.
 
         Raises ValueError unless `block_size` is a multiple of 16.
         """
@@ -157,12 +157,12 @@ class TiledCache:
         self.ahead.close()
 
     def close(self) -> None:
-        """No step comes any more."""
+        """No further step comes."""
         self.ahead.close()
 
     def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
-        """Copies the first `num_tokens` [C] slots of blocks to other ones in all layers, but for those with a window
-        that have blocks of their own, and clears their other slots.
+        """Copies the first `num_tokens` [C] slots of blocks to other ones in all layers, except window layers with
+        separate blocks, and clears their other slots.
 
         All sources are read before any destination is written. The destinations differ from each other.
         """
@@ -180,7 +180,7 @@ class TiledCache:
 
 
 def last_block(batch: StepBatch) -> int:
-    """The largest id in the tables of a step; -1: there is none."""
+    """The largest id in the tables of a step; -1 if there is none."""
     return max(int(ids.max(initial=-1)) for ids in (batch.block_ids, batch.window_block_ids))
 
 
@@ -202,11 +202,11 @@ class BlockForm:
         return sum(self._bytes_of_token(spec) for spec in self.specs)
 
     def sizes(self, block_size: int, max_model_len: int) -> tuple[int, Window | None]:
-        """Tokens of a block, and what layers with a sliding window keep in blocks of their own, for sequences of at
-        most so many tokens. None: they keep as much as the others.
+        """Tokens of a block, and the separate blocks of layers with a sliding window, for sequences of at most this
+        many tokens. None: they keep as much as the others.
 
-        A block takes the same memory for both kinds of layers, or nearly: one kind has several times as many tokens in
-        a block, by what the layers keep of a token. The other has `block_size`.
+        A block takes nearly the same memory for both kinds of layers: one kind has several times the tokens of the
+        other in a block, by the layers' bytes per token. The other has `block_size`.
         """
         windows = [spec.sliding_window for spec in self.specs if spec.sliding_window is not None]
         if len(windows) in (0, len(self.specs)) or max(windows) + TILE_TOKENS + block_size >= max_model_len:
@@ -219,7 +219,9 @@ class BlockForm:
         return sizes[0], Window.beside(sizes[0], max(windows), sizes[1])
 
     def block_bytes(self, block_size: int, window: Window | None) -> int:
-        """Memory of a block: of all layers; with a `window`, of those that see all or the others, if that is more."""
+        """Memory of a block: of all layers; with a `window`, of the full-attention layers or of the window layers,
+        whichever is more.
+        """
         if window is None:
             return block_size * self.bytes_per_token
         of_windows = sum(self._bytes_of_token(spec) for spec in self.specs if spec.sliding_window is not None)

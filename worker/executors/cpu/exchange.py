@@ -1,5 +1,5 @@
-"""Sums over ranks: shared memory of the ranks of one host, in which the native executor exchanges partial sums, and
-which segments of a step leave some where there is none.
+"""Sums over ranks: shared memory of the ranks of one host, in which the native executor exchanges partial sums, and the
+segments of a step that end in a sum where there is none.
 
 Rank 0 makes a nameless file in memory, and the others open it through its process's folder in /proc. So nothing has to
 be cleaned up after any end of a process, and no limit of /dev/shm applies.
@@ -105,7 +105,7 @@ def attach(group: TensorParallelGroup, num_bytes: int) -> Exchange | None:
 
 
 def _host() -> list[int]:
-    """Names this boot of this machine and the namespace of its process ids. Raises nothing: what is unknown is 0."""
+    """Names this boot of this machine and the namespace of its process ids. Raises nothing: an unknown value is 0."""
     try:
         boot, namespace = _BOOT_ID.read_bytes(), _PID_NAMESPACE.stat().st_ino
     except OSError:
@@ -158,7 +158,7 @@ def _map(path: str, num_bytes: int) -> mmap.mmap:
 
 
 def segments_with_sums(layout: DecoderLayout) -> frozenset[int]:
-    """After which ranks add what they have: of the embedding, of halves of layers, and of a norm that they share."""
+    """Places after which ranks add partial sums: the embedding, halves of layers, and a shared norm."""
     sums = {0}
     for index, layer in enumerate(layout.layers):
         state, first = layer.state, 3 * index + 1

@@ -1,4 +1,4 @@
-"""Native CPU executor: runs the steps of a packed decoder on a pool of threads of its own."""
+"""Native CPU executor: runs the steps of a packed decoder on a separate pool of threads."""
 
 import ctypes
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class CpuExecutor:
     ) -> None:
         """Packs the layout's weights. If it `uses_up` the layout, gives their own memory back, and shares the packed
         ones with other processes that have the same. `compacts`: whether weights of bfloat16 are kept in 12 bits, which
-        changes no bit of what is computed; None: where that is faster. `head`: packed by another executor, which lives
+        changes no bit of any result; None: where that is faster. `head`: packed by another executor, which lives
         longer, in place of the layout's.
 
         Raises `Unavailable` where this machine cannot run it, `NotFiniteError` for a weight with a NaN or an infinity.
@@ -124,7 +124,7 @@ class CpuExecutor:
         return NativeSampler(self._library, self._pool)
 
     def close(self) -> None:
-        """Raises `ReplicaError` while a step runs, on another thread: what it uses stays as it is."""
+        """Raises `ReplicaError` while a step runs on another thread: its buffers stay as they are."""
         self.drop_cache()
         if self._pool:
             self._library.native_pool_destroy(self._pool)
@@ -192,7 +192,7 @@ class CpuExecutor:
         return self._cache
 
     def state_bytes(self, num_drafts: int) -> int:
-        """Memory of a slot on this rank, where a step has up to so many drafts of a sequence; 0: all layers attend."""
+        """Memory of a slot on this rank, if a step has up to this many drafts of a sequence; 0: all layers attend."""
         return VALUE_BYTES * sum(state.state_length(num_drafts) for state in self._kept_states)
 
     def allocate_states(self, num_slots: int, num_drafts: int) -> None:
@@ -229,7 +229,7 @@ class CpuExecutor:
         self._cache = None
 
     def _make_room(self, num_rows: int) -> None:
-        """A decoder whose buffers hold a step of so many rows. They take memory only once they are written to.
+        """A decoder whose buffers hold a step of this many rows. They take memory only once they are written to.
 
         All ranks have run the same steps, so all make theirs in the same step.
         """
@@ -248,8 +248,8 @@ class CpuExecutor:
         self._stride = self._library.native_decoder_stride(self._decoder)
 
     def run(self, batch: StepBatch, *, with_logits: bool, inputs: Tensor | None = None) -> HeadOutput:
-        """One step, of all ranks together, or as many as the batch is for. `inputs` [rows, hidden], of one step on one
-        rank, take the place of the embedding.
+        """One step, of all ranks together, or the number of steps in the batch. `inputs` [rows, hidden], of one step on
+        one rank, take the place of the embedding.
         """
         cache, states = self._cache, self._states
         assert cache is not None, "a cache is allocated before steps run"
@@ -289,7 +289,7 @@ class CpuExecutor:
         return self._output(step)
 
     def _run_several(self, batch: StepBatch) -> HeadOutput:
-        """Runs as many steps as the batch is for, each with the tokens of the one before."""
+        """Runs the batch's number of steps, each with the tokens of the one before."""
         assert len(batch.logits_rows) == len(batch.token_ids), "several steps are decodes"
         batch = replace(batch, token_ids=batch.token_ids.copy(), first_positions=batch.first_positions.copy())
         step = self._begin(batch, with_logits=False)
@@ -385,7 +385,7 @@ class CpuExecutor:
 
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
         """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their pages. A layer that
-        reads keys and values of another finds those that the other makes of the same rows.
+        shares the keys and values of another layer reads the ones of the same rows.
         """
         if (source := self._kv_sources[index]) is not None:
             self.run_layer(source, x, batch)

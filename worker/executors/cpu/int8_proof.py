@@ -1,4 +1,4 @@
-"""Proof at load of keys and values in int8: what this machine's library stores and reads is what the rule says.
+"""Proof at load for keys and values in int8: this machine's library stores and reads them by the rule.
 
 Equality in every bit: of codes and scales with plain torch's, and of attention over rows whose scales are powers of
 two with attention over the same numbers in the model's dtype. What int8 costs of a model's accuracy is no part of it.

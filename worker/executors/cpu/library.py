@@ -45,7 +45,7 @@ _FLAGS_OF: Final = {
 
 
 class Unavailable(ConfigurationError):
-    """The native library cannot run here; the message says what is missing."""
+    """The native library cannot run here; the message names the missing feature."""
 
 
 def runnable_classes() -> list[str]:
@@ -64,7 +64,7 @@ def missing_instructions(name: str) -> set[str]:
 def load_library(name: str | None = None) -> CDLL:
     """The library of an instruction class; None: the best that this machine runs.
 
-    Compiles it first where there is none for these sources. Raises `Unavailable`.
+    Compiles it first if there is none for these sources. Raises `Unavailable`.
     """
     runnable = runnable_classes()
     if name is None and not runnable:

@@ -27,7 +27,7 @@ class Site(NamedTuple):
     """The output of the linear that each packed one is; -1: zeros."""
     slices: int
     slice_length: int
-    """Inputs of a slice, and what these are filled up to."""
+    """Inputs of a slice, and their padded number."""
     filled_length: int
 
 
@@ -41,7 +41,7 @@ def padded_places(inner: int, slices: int, tile: int) -> IntArray:
 
 
 def gate_and_up(places: IntArray, inner: int, tile: int) -> IntArray:
-    """Outputs of gate and up in turns of a tile, so that a group holds both of as many inner dimensions."""
+    """Outputs of gate and up, alternating by tile, so that a group holds the same inner dimensions of both."""
     gates = places.reshape(-1, 1, tile)
     ups = np.where(gates == NO_ROW, NO_ROW, gates + inner)
     return np.concatenate([gates, ups], axis=1).reshape(-1)
@@ -93,7 +93,7 @@ def _put_run(
 
 
 def rows_of_each(weights: Sequence[StoredMatrix], rows: IntArray) -> Iterator[tuple[StoredMatrix, IntArray, IntArray]]:
-    """Each of some stacked weights, those of its own rows that are among `rows`, ascending, and their places there.
+    """For each of several stacked weights: its own rows that are among `rows`, ascending, and their places there.
     Rows of padding are none.
     """
     first = 0
@@ -115,8 +115,8 @@ _MOST_PARTS: Final = 3
 
 
 def in_dtype(router: Linear, dtype: torch.dtype) -> Linear:
-    """A router in the model's dtype. One in float32 that this does not hold becomes several linears, whose sum it is:
-    each has what the ones before left of its weights.
+    """A router in the model's dtype. A float32 weight that this form does not hold becomes several linears that add up
+    to it: each has the remainder of the ones before.
     """
     weight = router.weights[0] if router.weights else None
     if weight is None or weight.dtype == dtype:

@@ -1,5 +1,5 @@
 """Packing of a decoder layout: its weights as tiles in one stretch of memory, and the C structures that describe them.
-The layout's linears are used up: what they held is given back as it is packed, so that weights are in memory once.
+The layout's linears are consumed: their memory is returned as they are packed, so that weights are in memory once.
 """
 
 import ctypes
@@ -73,7 +73,7 @@ _EACH_HEAD, _ALL_HEADS, _OWN_WEIGHTS = 0, 1, 2
 
 
 class PackedModel(PartPacker):
-    """One rank's share of a model in the native executor's form. `model` and what it points to live as long as this."""
+    """One rank's share of a model in the native executor's form. `model` and its arrays live as long as this."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class PackedModel(PartPacker):
         self._spent = self._compactor = None
 
     def attending(self) -> list[NativeLayer]:
-        """The layers that keep keys and values of their own."""
+        """The layers with their own keys and values."""
         return [layer for layer in self.layers if layer.num_heads and not layer.reads_others]
 
     @property

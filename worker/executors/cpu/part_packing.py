@@ -1,5 +1,5 @@
-"""Packing of single parts of a decoder layout: linears as tiles or units, tables of embeddings, vectors. What they are
-packed from is used up: it is given back, so that weights are in memory once.
+"""Packing of single parts of a decoder layout: linears as tiles or units, tables of embeddings, vectors. Their sources
+are consumed: the memory is returned, so that weights are in memory once.
 """
 
 from collections.abc import Mapping

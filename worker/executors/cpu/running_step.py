@@ -1,4 +1,4 @@
-"""Arrays of one step as the native library takes them, and the memory of what it gives."""
+"""Arrays of one step for the native library, and the memory of its results."""
 
 import ctypes
 from collections.abc import Mapping

@@ -47,7 +47,7 @@ class NativeSampler:
 
     @classmethod
     def with_threads(cls, num_threads: int, instruction_class: str | None = None) -> "NativeSampler":
-        """A sampler with a pool of its own. Raises `Unavailable` where this machine cannot run it."""
+        """A sampler with a separate pool. Raises `Unavailable` where this machine cannot run it."""
         library = load_library(instruction_class)
         pool = library.native_pool_create(num_threads, -1, None)
         if not pool:
@@ -102,7 +102,7 @@ class NativeSampler:
 
 
 class _Rows:
-    """The rows of a step as the library takes them. What they point to lives as long as this."""
+    """The rows of a step as the library takes them. Their arrays live as long as this."""
 
     def __init__(
         self, draws: Sequence[DrawParams], masks: Mapping[int, bytes], prompts: Sequence[PromptLogprobParams]

@@ -1,7 +1,7 @@
 """Shared weights: packed weights that all processes of one user on one machine have in memory once.
 
-They lie in a memory file (`memfd_create`), which is named by all that they are made of, and sealed once it is whole:
-nobody can change it any more. Who wants the same weights finds it among the open files of the user's processes, and
+They are in a memory file (`memfd_create`), which is named by the digest of all its inputs, and sealed once it is
+complete: then it cannot change. Who wants the same weights finds it among the open files of the user's processes, and
 maps it. It goes with the last process that has it, whichever that is; nothing is on disk, and nothing is left behind.
 """
 
@@ -55,7 +55,7 @@ class SharedArena(Arena):
         self._maps: list[tuple[int, int]] = []
         """Address and length of each chunk, which follow each other in the file."""
         end = weakref.finalize(self, _close, file, turn, self._maps)
-        end.atexit = False  # steps may still run on other threads: what is mapped goes with the process
+        end.atexit = False  # steps may still run on other threads: mapped memory is released with the process
 
     def finish(self) -> None:
         if self._turn is None:
@@ -93,7 +93,7 @@ class SharedArena(Arena):
 
 
 def arena_for(layout: DecoderLayout, form: str) -> Arena:
-    """The arena of a layout's packed weights: shared with those who have the same, where the system lets them share.
+    """The arena of a layout's packed weights: shared with processes that have the same, where the system supports it.
 
     `form`: the instruction class that reads them, and whether they are compact.
     """
@@ -146,7 +146,7 @@ def _has_setting(name: str, values: tuple[str, ...]) -> bool:
 def _in_large_pages(address: int, length: int) -> bool:
     """Asks for them whatever the system's settings are. They must be there when others map the file."""
     for start in range(address, address + length, LARGE_PAGE):
-        ctypes.memset(start, 0, 1)  # one that is not there yet cannot become a large one
+        ctypes.memset(start, 0, 1)  # an entry that is missing cannot become a large one
     return int(_libc().madvise(address, length, _MADV_COLLAPSE)) == 0
 
 
@@ -195,7 +195,7 @@ def _take_turn(name: str) -> socket.socket:
 
 
 def layout_digest(layout: DecoderLayout, form: str) -> str:
-    """Names all that packed weights are made of: this code, and the layout with the contents of its weights.
+    """Digest of all inputs of packed weights: this code, and the layout with the contents of its weights.
 
     What lies in a file counts by its place there and the file's state; other weights by their bytes.
     """

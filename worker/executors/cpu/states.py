@@ -23,7 +23,7 @@ VALUE_BYTES = 4
 class StateCache:
     """All layers' pools, [num_slots, length] float32 each. Memory is taken where it is written to.
 
-    What a slot holds counts only for a sequence that has computed a token: at position 0 all states are zeros.
+    A slot's content counts only for a sequence that has computed a token: at position 0 all states are zeros.
     """
 
     def __init__(self, lengths: Sequence[int], num_slots: int) -> None:

@@ -181,7 +181,7 @@ class NativeLatent(Structure):
 
 
 class NativeLayerInput(Structure):
-    """A layer's gate and projection of its own input per token (Gemma 3n's per-layer embeddings)."""
+    """A layer's gate and projection of its per-layer input of a token (Gemma 3n's per-layer embeddings)."""
 
     _fields_ = (("gate", NativeLinear), ("projection", NativeLinear), ("norm", NativeNorm), ("activation", c_int))
 

@@ -27,7 +27,7 @@ class Arena:
     """Memory of this process alone. Small weights by themselves would get small pages."""
 
     is_packed = False
-    """Whether what is taken holds its weights already."""
+    """Whether the mapped memory already holds its weights."""
 
     def __init__(self) -> None:
         self._chunks: list[mmap.mmap] = []
@@ -136,7 +136,7 @@ class Compactor:
         return int(self._library.native_compact_bytes(k_tiles * PANEL // _TILE_OUTPUTS))
 
     def compact(self, tiles: int, rows: int, k_tiles: int, out: int) -> bool:
-        """Writes compact panels to `out`. False: they do not fit, and what was written is of no use."""
+        """Writes compact panels to `out`. False: they do not fit, and the written part is of no use."""
         return not self._outcome(
             self._library.native_compact(self._pool, tiles, rows // PANEL, k_tiles * PANEL // _TILE_OUTPUTS, out)
         )

@@ -50,7 +50,7 @@ def pack_units(
     *,
     uses_up: bool,
 ) -> PackedUnits:
-    """Packs weights, stacked along the outputs, on a pool's threads. `uses_up`: nobody reads them again. Raises
+    """Packs weights, stacked along the outputs, on a pool's threads. `uses_up`: no later step reads them. Raises
     `NotFiniteError` for scales or minima with a NaN or an infinity.
 
     `rows`, of which there are a multiple of 32, says which output each packed one is; -1: zeros. Outputs of other

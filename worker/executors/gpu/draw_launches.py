@@ -42,7 +42,7 @@ _ROW_WARPS: Final = 8  # warps of a program for a whole row
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of logits, and what is asked of each."""
+    """Rows of logits, and the arguments of each."""
 
     logits: Tensor
     """[rows, stride], float32"""
@@ -79,7 +79,7 @@ def mask_words(vocab_size: int) -> int:
 
 
 class DrawLaunches:
-    """The kernels of draws as functions of tensors. They leave what they find in buffers that stay."""
+    """The kernels of draws as functions of tensors. Their results are in permanent buffers."""
 
     def __init__(self, buffers: Buffers, launch: Launch = triton_launch) -> None:
         self._buffers = buffers
@@ -252,7 +252,7 @@ class EditTable:
         return _EDIT.pack(*settings.penalties, penalizes, *places)
 
     def _place_masks(self, settings: LogitsSettings, grammar: bytes | None) -> tuple[int, int]:
-        """The numbers of the grammar's mask and of the allowed tokens', of those that the grammar allows."""
+        """The numbers of the mask of tokens that the grammar and `allowed_token_ids` both allow."""
         bits, number = None, NONE
         if grammar is not None:
             bits = self._words(np.frombuffer(grammar, np.uint8))

@@ -190,8 +190,8 @@ class GpuExecutor:
         return self.collect(self.launch(batch, with_logits=with_logits))
 
     def launch(self, batch: StepBatch, *, with_logits: bool) -> "Launched":
-        """Starts one step, and waits for nothing. Steps run in the order of their launches: pending tokens are those
-        that were drawn last, here or by the sampler. At most two are launched before the first is collected; ranks that
+        """Starts one step, and waits for nothing. Steps run in the order of their launches: pending tokens are the last
+        sampled ones, from here or from the sampler. At most two are launched before the first is collected; ranks that
         do not lead need not collect. Raises `ReplicaError` if a rank was lost.
         """
         self._wait.wait(None)
@@ -245,8 +245,8 @@ class GpuExecutor:
         return sampler.send(inputs)
 
     def _put_in_pending(self, token_ids: Tensor) -> None:
-        """Puts the tokens of the last step into this one. All ranks have the best tokens; what was drawn from logits,
-        the leader has.
+        """Puts the tokens of the last step into this one. All ranks have the argmax tokens; only the leader has tokens
+        sampled from logits.
         """
         if self._num_drawn and self._group.size > 1:
             if self._group.rank > 0:
@@ -334,7 +334,7 @@ class GpuExecutor:
         return arrays.tensors(bucket, bucket, 0, (splits, 0)), arrays.wanted[:bucket], (bucket, splits)
 
     def _is_decode(self, batch: StepBatch) -> bool:
-        """Whether a step is one of those that graphs are made of."""
+        """Whether a step is of a kind that has graphs."""
         return self._graphs.are_used and batch.is_decode
 
     def _splits_of_graph(self, num_rows: int, num_splits: int) -> int:
@@ -370,7 +370,7 @@ class GpuExecutor:
         cache.clear(torch.zeros(1, dtype=torch.int64))
 
     def _meet(self) -> None:
-        """Waits on the host for all ranks: what the leader alone compiles may take longer than devices wait."""
+        """Waits on the host for all ranks: the leader's compilation may take longer than devices wait."""
         if self._group.size > 1:
             self._group.all_gather(torch.zeros(1), dim=0)
 

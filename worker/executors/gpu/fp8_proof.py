@@ -1,4 +1,4 @@
-"""Proof at load of keys and values in fp8: what the kernels store and read on this device is what the format says.
+"""Proof at load for keys and values in fp8: the kernels store and read them on this device by the format.
 
 Equality in every bit, with what plain torch makes of the same rows and with attention over numbers of the model's own
 dtype: what fp8 costs of a model's accuracy is no part of it.

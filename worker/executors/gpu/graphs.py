@@ -34,9 +34,9 @@ Capture = Callable[[Callable[[], None]], Graph]
 
 
 def cuda_capture(work: Callable[[], None], pool: Any = None, *, warms_up: bool = False) -> Graph:
-    """Captures on a stream of its own, as torch asks for. Other threads may use the device meanwhile, as NCCL's own
-    does. Graphs that never run at the same time, and of which each leaves nothing in memory of its own that is read
-    after the next one, may share a `pool` (`torch.cuda.graph_pool_handle`).
+    """Captures on a separate stream, as torch requires. Other threads may use the device meanwhile, as NCCL's own does.
+    Graphs that never run at the same time, and whose private memory is not read after the next one has run, may share a
+    `pool` (`torch.cuda.graph_pool_handle`).
 
     `warms_up` runs the work once more on that stream, for libraries that keep memory for each stream, as cuBLAS does;
     not for work that ranks count.
@@ -75,7 +75,7 @@ class DecodeGraphs:
     def run(self, key: tuple[object, ...], buffers: Movable, work: Callable[[], None]) -> None:
         """Runs the work once: by the graph of this key, or as it is, and then captures it for the next time.
 
-        Never twice: ranks count what runs, and which of them has a graph already depends on more than the step. The
+        Never twice: ranks count launches, and whether a rank has a graph already depends on more than the step. The
         work has the same effect each time for the same key and the same contents of buffers.
         """
         if self._capture is None:
@@ -113,7 +113,7 @@ class Event(Protocol):
 
 
 class StepWait:
-    """Waits, but not for ever. Any thread may use it; one that waits lets the others run."""
+    """Waits, but not for ever. Any thread may use it; a waiting thread lets the others run."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class StepWait:
     def wait(self, event: Event | None) -> None:
         """Returns when the device has come to the event, or at once without one.
 
-        Raises `ReplicaError` after the limit, or when waiting is in vain: then also if the device has come there, since
-        what it has made means nothing.
+        Raises `ReplicaError` after the limit, or when waiting is in vain: then also if the device has finished, since
+        its results mean nothing.
         """
         if event is not None and not event.query():
             self._look_until(event, self._clock())
@@ -205,7 +205,7 @@ class Staging:
         return len(self._stages[0])
 
     def free(self) -> Tensor:
-        """The array whose turn it is. No copy reads it any more."""
+        """The array whose turn it is. No copy reads it any longer."""
         if self._copied:
             self._wait.wait(self._copied[self._next])
         return self._stages[self._next]
@@ -226,14 +226,14 @@ class Reading:
     """Numbers on their way from a device."""
 
     def __init__(self, host: Tensor, shape: tuple[int, ...], arrived: Any, wait: StepWait) -> None:
-        """`arrived` is an event of the device, or None where nothing is to be waited for."""
+        """`arrived` is an event of the device, or None if there is nothing to wait for."""
         self._wait = wait
         self._host = host
         self._shape = shape
         self._arrived = arrived
 
     def wait(self) -> NDArray[np.int32]:
-        """The numbers. To be read before as many others as there are stages have been started. Raises `ReplicaError` as
+        """The numbers. Must be read before all other stages have been started once. Raises `ReplicaError` as
         `StepWait.wait` does.
         """
         self._wait.wait(self._arrived)

@@ -48,7 +48,7 @@ def triton_launch(
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """Query tiles of a launch: one kind, of so many columns."""
+    """Query tiles of a launch: one kind, with this many columns."""
 
     table: Tensor
     """[tiles, 3], int32: first row, number of rows, sequence. Tiles of no rows are padding."""
@@ -77,7 +77,7 @@ class StepTensors:
 
 @dataclass(frozen=True, slots=True)
 class SplitSpace:
-    """Memory for the sums of attention splits that are programs of their own; flat, float32. Room for as many as
+    """Memory for the sums of attention splits that are separate programs; flat, float32. Room for as many as
     `MOST_OUTSIDE` programs of the widest tile.
     """
 
@@ -87,14 +87,14 @@ class SplitSpace:
 
 
 def splits_outside(num_tiles: int, num_kv_heads: int, num_splits: int) -> bool:
-    """Whether the splits of a launch are programs of their own: it would leave most of a device idle otherwise."""
+    """Whether the splits of a launch are separate programs: otherwise it would leave most of a device idle."""
     num_programs = num_tiles * num_kv_heads
     return num_splits > 1 and num_programs < _FULL_DEVICE and num_programs * num_splits <= MOST_OUTSIDE
 
 
 def rounded_splits(num_rows: int, num_kv_heads: int, num_splits: int, max_positions: int) -> int:
     """The splits that a graph of this many rows is captured for: a power of two, so that contexts may grow without a
-    new one; or 1, where the programs of attention go through all splits themselves.
+    new graph; or 1, if the attention programs loop over all splits.
     """
     rounded = min(-(-max_positions // SPLIT_KEYS), 1 << max(0, num_splits - 1).bit_length())
     return rounded if splits_outside(num_rows, num_kv_heads, rounded) else 1

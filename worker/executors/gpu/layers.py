@@ -161,7 +161,7 @@ class DeviceLayers:
             start += width
 
     def _split_space(self, attention: Attention, step: StepTensors) -> SplitSpace:
-        """Room for the splits that are programs of their own: the same for every step, so that it never moves."""
+        """Room for the splits that are separate programs: the same for every step, so that it never moves."""
         outside = any(
             splits_outside(len(tiles.table), attention.num_kv_heads, tiles.num_splits) for tiles in step.tiles
         )

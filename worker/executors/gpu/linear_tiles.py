@@ -25,7 +25,9 @@ _FEWEST_TOGETHER: Final = 16
 
 
 def coded_on(device: torch.device, parts: Sequence[StoredMatrix], num_slices: int) -> CodedMatrix:
-    """Copies matrices of one form, and with the same groups of inputs, as one. Inputs are summed in so many slices."""
+    """Copies matrices of one form, and with the same groups of inputs, as one. Number of slices in which inputs are
+    summed.
+    """
     form, groups = parts[0].code_form, parts[0].input_groups
     assert form is not None, "weights without a form are dequantized"
     slice_inputs = len(groups) // num_slices
@@ -173,7 +175,7 @@ def tile_for(weight: Weight, tile: LinearTile, slice_inputs: int) -> LinearTile:
 
 
 def weight_arguments(weight: Weight, inputs: int) -> dict[str, Any]:
-    """A weight's arguments, for tiles of so many inputs."""
+    """A weight's arguments, for tiles of this many inputs."""
     if isinstance(weight, Tensor):
         nothing = {"scales": weight, "offsets": weight, "groups": weight, "num_groups": 0, "group_inputs": 0}
         return {"weight": weight, **nothing, "CODE": 0, "OFFSET": 0, "GROUP": 0}

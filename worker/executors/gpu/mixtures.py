@@ -30,7 +30,7 @@ _CHOICES: Final = 1024
 _TILE_COLUMNS: Final = 256
 """Columns that a program of `add_experts` takes."""
 _LARGEST_UNIT: Final = 16
-"""Inputs that a slice is a multiple of: the compiler uses no more, for loads of 16 bytes."""
+"""A slice is a multiple of this many inputs: with it, the compiler uses loads of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class RowGroups:
 
 
 def grouped_tile(num_chosen: int, num_experts: int, dtype: torch.dtype) -> LinearTile:
-    """Tile of a linear over as many rows as an expert has if all have the same number."""
+    """Tile of a linear for the number of rows per expert if all experts have the same number."""
     return linear_tile(-(-num_chosen // num_experts), dtype)
 
 
 def most_tiles(num_chosen: int, num_experts: int, rows: int) -> int:
-    """Tiles of so many rows that are enough however `num_chosen` rows choose among the experts."""
+    """Number of tiles that suffices for any choice of experts by `num_chosen` rows."""
     begun = min(num_experts, num_chosen)
     return begun + (num_chosen - begun) // rows
 
@@ -166,7 +166,7 @@ class MixtureLaunches:
         self._launch(add_experts, (num_rows, -(-columns // _TILE_COLUMNS)), arguments, num_warps=4, num_stages=1)
 
 
-assert PLACES.value == MOST_EXPERTS, "an expert's number is a part of what the choice compares"
+assert PLACES.value == MOST_EXPERTS, "the expert's number is a part of the compared key"
 
 
 MOST_SUM_BYTES: Final = 256 << 20
@@ -197,7 +197,7 @@ class DeviceMixtures:
 
     def run(self, mixture: DeviceMixture, x: Tensor, slots: Tensor, tile: LinearTile | None = None) -> Tensor:
         """x [T, hidden], slots [T] -> this rank's part of the mixture's output [T, hidden], float32: its slices added,
-        as a subtree of all ranks' slices. Without `tile`, that which suits the number of rows.
+        as a subtree of all ranks' slices. Without `tile`, the tile for the number of rows.
         """
         take, rows = self._buffers.take, len(x)
         logits = take("router logits", (1, rows, mixture.router.out_features))

@@ -48,8 +48,8 @@ def unfit(specs: Sequence[KVSpec]) -> str | None:
 
 
 class PagedKernels:
-    """The attention kernels of one rank, for layers that are not `unfit`. A query's bits depend on its sequence and
-    position, on nothing else.
+    """The attention kernels of one rank, for layers that are not `unfit`. A query's bits depend only on its sequence
+    and position.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class PagedKernels:
         launch: Launch = triton_launch,
         step_limit_s: float = 60.0,
     ) -> None:
-        """Steps of more than `max_rows` tokens make new arrays; those that decode have arrays of their own. A step
+        """Steps of more than `max_rows` tokens make new arrays; decode steps have separate arrays. A step
         that the device has not taken within `step_limit_s` fails the next one: `ReplicaError`. Raises ValueError for
         a block size that neither divides a tile of keys nor is a multiple of it.
         """
@@ -99,8 +99,8 @@ class PagedKernels:
         self.wanted = arrays.wanted[: max(1, num_wanted)]
 
     def begin_padded(self, batch: StepBatch) -> tuple[int, int] | None:
-        """Begins a step in which each sequence has one token, padded to the rows of a graph. Returns what a graph of it
-        is captured for: its rows, and how many splits of keys it launches. None: it has too many rows for any.
+        """Begins a step in which each sequence has one token, padded to the rows of a graph. Returns the key of its
+        graph: its rows, and the number of key splits that it launches. None: it has too many rows for any.
         """
         bucket = bucket_of(len(batch.token_ids))
         if bucket is None:
@@ -114,7 +114,7 @@ class PagedKernels:
         return bucket, splits
 
     def contexts(self, bucket: int) -> list[int]:
-        """Lengths of context that lead to all graphs of this many rows, longest first."""
+        """Context lengths that lead to all graphs of this many rows, longest first."""
         most = -(-self._max_positions // SPLIT_KEYS)
         counts = {self._splits_of_graph(bucket, 1 << power): 1 << power for power in range(most.bit_length() + 1)}
         return [min(self._max_positions, count * SPLIT_KEYS) for count in sorted(counts.values(), reverse=True)]

@@ -153,7 +153,7 @@ def share_memory(
     driver: Callable[[], Driver] = CudaDriver,
     missing: Callable[[str, str], str | None] = missing_between,
 ) -> PeerMemory | str:
-    """A share of so many words of 4 bytes on each rank's device, zeros; or why there is none, for the log.
+    """A share of this many 4-byte words on each rank's device, zeros; or the reason why there is none, for the log.
 
     All ranks of the group call this together and come to the same answer. Raises `ReplicaError` if a rank is lost.
     """
@@ -217,7 +217,7 @@ def _host() -> bytes:
 
 
 def _uuid(device: torch.device) -> str:
-    """A device's name in NVML, where a slice of a GPU has none: it shares no memory. Raises OSError where a device is
+    """A device's name in NVML, where a slice of a GPU has none: slices share no memory. Raises OSError if a device is
     so small that a program might wait for one that has no room to run.
     """
     if device.type != "cuda":

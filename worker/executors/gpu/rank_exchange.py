@@ -18,7 +18,7 @@ from holdfast.worker.executors.gpu.launches import Launch, Launches, triton_laun
 from holdfast.worker.executors.gpu.peer_memory import PeerMemory, share_memory
 
 POLL_S: Final = 0.5e-6
-"""About what one look at the flags takes on a device; an assumption. It bounds a wait, and need not be exact."""
+"""Assumed time of one look at the flags on a device. It bounds a wait, and need not be exact."""
 
 WORDS: Final[int] = ranks.WORDS.value
 PROGRAMS: Final[int] = ranks.PROGRAMS.value
@@ -27,8 +27,9 @@ _WARPS: Final = 4  # of a program
 _GAVE_UP: Final = -1  # in place of the lost rank
 
 SCATTERED: Final = {4: 384 << 10, 8: 128 << 10}
-"""Values, by the number of ranks, of which a second wait of some 5 us costs less than what it spares of 450 GB/s. Two
-ranks read no less of each other so."""
+"""Number of values, by the number of ranks, from which a second wait of some 5 us costs less than the saved transfer at
+450 GB/s. Two ranks read no less of each other so.
+"""
 
 
 class RankExchange(Protocol):
@@ -143,9 +144,7 @@ class GroupExchange(RankExchange):
 
 
 class PeerExchange(RankExchange):
-    """Exchange by kernels that reach the memory of all ranks. What is larger than a slot goes by `others`, or in
-    pieces.
-    """
+    """Exchange by kernels that reach the memory of all ranks. Larger sums go by `others`, or in pieces."""
 
     on_device = True
 
@@ -160,7 +159,7 @@ class PeerExchange(RankExchange):
         scatters_from: int | None = None,
     ) -> None:
         """Each share of `memory` has `share_words(slot_words)` words, zeros. Sums of at least `scatters_from` values
-        are scattered and gathered, to the same bits; without it, of as many as make a second wait worth it.
+        are scattered and gathered, to the same bits; default: from where a second wait pays off.
         """
         assert slot_words % WORDS == 0, "slots are blocks"
         self._memory = memory
@@ -232,7 +231,7 @@ class PeerExchange(RankExchange):
         self._lost[0] = _GAVE_UP
 
     def close(self) -> None:
-        """Closing again does nothing. The device has run all that was launched, on all ranks."""
+        """Closing again does nothing. The device has completed all launches, on all ranks."""
         self._release()
 
     def _add(self, parts: Tensor, out: Tensor) -> None:
@@ -254,7 +253,7 @@ class PeerExchange(RankExchange):
 
 
 def share_words(slot_words: int) -> int:
-    """Words of a rank's share with two slots of so many."""
+    """Words of a rank's share with two slots of this size."""
     return FLAGS + 2 * slot_words
 
 

@@ -97,7 +97,7 @@ class DeviceSampler:
         wait: StepWait | None = None,
     ) -> None:
         """`buffers` lie where the logits do. `capture` makes a CUDA graph of work; without it kernels are launched one
-        by one. What is drawn is written down in `drawn`. The host waits by `wait`.
+        by one. Sampled tokens are written to `drawn`. The host waits by `wait`.
         """
         self._wait = wait = wait or StepWait(math.inf)
         device = buffers.device
@@ -146,7 +146,7 @@ class DeviceSampler:
         return self.send(inputs)
 
     def place(self, logits: Tensor, draws: Sequence[DrawParams]) -> SamplerInput:
-        """Says what is drawn from logits that will be there, without logits processors; for `draw` and `send`."""
+        """Declares the draws of logits that will exist later, without logits processors; for `draw` and `send`."""
         return self._place(logits, draws, None, ())
 
     def key_of(self, inputs: SamplerInput) -> tuple[object, ...]:
@@ -162,7 +162,7 @@ class DeviceSampler:
             self._launches.tell(inputs.rows, drawn, inputs.most)
 
     def send(self, inputs: SamplerInput) -> Drawing:
-        """Starts the way of what was drawn to the host."""
+        """Starts the copy of sampled tokens to the host."""
         padded = len(inputs.rows.records)
         self._drawn_tokens.last = self._drawn(padded)[: len(inputs.draws)]
         found = self._drawn(padded) if inputs.most == NONE else self._told(padded, inputs.most)
@@ -178,7 +178,7 @@ class DeviceSampler:
         return SamplerOutput(head, ids, logprobs.view(np.float32)).sampled(drawing.draws)
 
     def warm_up(self, logits: Tensor) -> None:
-        """Captures the graphs of draws from as many rows, of these logits, and makes room for their edits."""
+        """Captures the graphs of draws from this many rows of these logits, and allocates memory for their edits."""
         count = len(logits)
         penalized: dict[str, Any] = {PENALTIES[0]: 2.0}
         edited = LogitsSettings(grammar="x", allowed_token_ids=array("q", [0]), **penalized)

@@ -45,7 +45,7 @@ def tile_columns(group: int, head_dim: int) -> tuple[int, int]:
 
 
 def query_tiles(batch: StepBatch, columns: tuple[int, int], group: int) -> QueryTiles:
-    """Cuts the rows of each sequence: those of one that fits go into a narrow tile, others into wide ones."""
+    """Cuts the rows of each sequence: the rows of a sequence that fits go into a narrow tile, others into wide ones."""
     narrow, wide = columns[0] // group, columns[1] // group
     counts, ends = batch.num_tokens, batch.first_positions + batch.num_tokens
     starts = np.cumsum(counts) - counts
@@ -87,7 +87,9 @@ class StepArrays:
         return self._on_device[3 * self.max_rows : 4 * self.max_rows]
 
     def fill(self, batch: StepBatch, num_rows: int, tiles: QueryTiles, block_size: int) -> None:
-        """Writes a step, padded to `num_rows` rows and to as many narrow tiles and wanted rows, and copies it."""
+        """Writes a step, padded to `num_rows` rows and the same number of narrow tiles and wanted rows, and copies
+        it.
+        """
         count, rows = len(batch.token_ids), self.max_rows
         flat = self._staging.free().numpy()
         flat[: 10 * rows].reshape(10, rows)[:, :num_rows] = 0
@@ -125,7 +127,7 @@ class StepArrays:
         return query_tiles(batch, self._columns, self._group)
 
     def _fill_tables(self, flat: Int32Array, batch: StepBatch) -> int:
-        """Writes the block tables one under the other. Returns how many numbers that takes."""
+        """Writes the block tables one under the other. Returns the count of numbers."""
         counts, width = batch.num_blocks, self._max_blocks
         starts = np.arange(len(counts)) * width - (np.cumsum(counts) - counts)
         flat[np.repeat(starts, counts) + np.arange(len(batch.block_ids))] = batch.block_ids

@@ -106,7 +106,7 @@ def unfit_mixture(experts: Experts) -> str | None:
         or experts.scales is not None
         or experts.router.weights[0].dtype != _dtype(first)
     ):
-        return "its router has a bias of choice, scales or a dtype of its own, which the kernels do not know"
+        return "its router has a selection bias, scales or another dtype, which the kernels do not support"
     return None
 
 
@@ -252,7 +252,7 @@ def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> 
     if has_state(layout):
         return "layers that keep a state run on CPUs alone"
     if layout.inputs is not None or any(kv_source(layer) is not None for layer in layout.layers):
-        return "its layers have inputs of their own, or share keys and values, which the kernels do not do"
+        return "its layers have per-layer inputs, or share keys and values, which the kernels do not support"
     groups = set()
     for layer in layout.layers:
         if layer.attention is None or layer.mlp is None:

@@ -1,5 +1,5 @@
 """Architectures of GGUF files: how each one's metadata is a Hugging Face config, and its tensors are those of that
-model. Plain data and rules; what is not understood to the letter is refused (`NotUnderstood`).
+model. Plain data and rules; anything that is not understood exactly is refused (`NotUnderstood`).
 """
 
 from collections.abc import Callable, Mapping
@@ -105,7 +105,7 @@ def _gemma2(metadata: Metadata) -> dict[str, Any]:
 
 _ROTARY_OF_WINDOWS: Final = 10_000.0  # rope_theta of Gemma 3's sliding layers
 _GEMMA3_PERIOD: Final = 6
-"""Every so many layers one attends to all tokens."""
+"""One of this many layers attends to all tokens."""
 
 
 def _gemma3(metadata: Metadata) -> dict[str, Any]:
@@ -231,7 +231,7 @@ _MIXTRAL: Final = Architecture(
 
 
 def architecture_of(header: Header) -> Architecture:
-    """Raises `NotUnderstood` for one that is not among those above."""
+    """Raises `NotUnderstood` for an entry that is not listed above."""
     name = header.metadata.get("general.architecture")
     found = ARCHITECTURES.get(str(name))
     if found is None:
@@ -281,13 +281,13 @@ def hf_config(header: Header) -> dict[str, Any]:
 
 
 def _rotated_dims(metadata: Metadata, architecture: Architecture) -> int | None:
-    """The dimensions that llama.cpp rotates, which are all of a head where it has no length of its own."""
+    """The dimensions that llama.cpp rotates: the whole head unless a separate length is given."""
     rotated: int | None = metadata.get("rope.dimension_count")
     return rotated if architecture.pairs_are_neighbours else None
 
 
 def _dtype(header: Header) -> str:
-    """Dtype of the weights: bfloat16 if any are quantized, else the type of most of the numbers."""
+    """Dtype of the weights: bfloat16 if any are quantized, else the most frequent type by numbers."""
     matrices = [tensor for tensor in header.tensors.values() if len(tensor.shape) > 1]
     if any(tensor.kind not in FLOATS for tensor in matrices):
         return "bfloat16"

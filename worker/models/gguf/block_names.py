@@ -1,5 +1,5 @@
-"""Types of a GGUF file's tensors that are read, by ggml's names, and orders of their rows. Plain data, for those who
-look and those who load.
+"""Types of a GGUF file's tensors that are read, by ggml's names, and orders of their rows. Plain data, for inspection
+and for loading.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Experts of GGUF files: all of a layer lie in one tensor [experts, out, in], and become tensors of their own."""
+"""Experts of GGUF files: all of a layer's experts are in one tensor [experts, out, in], which is split."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -81,7 +81,7 @@ def expert_shape(module: str, config: Mapping[str, Any]) -> tuple[int, ...] | No
 
 
 def each_expert(module: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors of single experts, by their modules, of one that has all of a layer; others as they are."""
+    """The tensors of single experts, by their modules, of a tensor with all experts of a layer; others unchanged."""
     if "{}" not in module:
         yield module, tensor
         return

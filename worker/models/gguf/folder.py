@@ -1,4 +1,5 @@
-"""Folder of a GGUF model: what a Hugging Face folder has, made of the file's own metadata, with links to the file.
+"""Folder of a GGUF model: the files of a Hugging Face folder, made from the GGUF file's metadata, with links to the
+file.
 
 It is made once for a file and kept among this user's, so that the vocabulary is converted once: config.json,
 generation_config.json and the tokenizer's files, and where in the file each tensor lies. Numbers are read from the file
@@ -63,8 +64,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def hf_folder(path: Path, given: str) -> Path:
-    """The folder at a path that there is, or the one that was made of the GGUF file there: a file, one part of a split
-    one, or a folder with just one of these and no safetensors. `given` says where the path was named.
+    """The existing folder at a path, or the folder made from the GGUF file there: a file, one part of a split one, or a
+    folder with just one of these and no safetensors. `given` says where the path was named.
 
     Raises `ConfigurationError` for a GGUF file that cannot be served.
     """
@@ -101,7 +102,7 @@ def gguf_files(folder: Path) -> list[Path]:
 
 
 def tokenizer_reason(folder: Path) -> str | None:
-    """Why a folder that was made of a GGUF file has no tokenizer, if it has none."""
+    """The reason why a folder made from a GGUF file has no tokenizer, if it has none."""
     path = folder / INDEX
     found = json.loads(path.read_text(encoding="utf-8")).get("no_tokenizer") if path.is_file() else None
     return None if found is None else str(found)
@@ -137,7 +138,7 @@ def _made_of(path: Path, given: str) -> Path:
 
 
 def _digest(files: tuple[Path, ...]) -> str:
-    """Names the files as they are now, and all that makes the folder of them."""
+    """Digest of the files as they are now, and of the code that makes the folder."""
     digest = blake2b(digest_size=12)
     for file in files:
         found = file.stat()

@@ -67,7 +67,7 @@ FORMS: Final[Mapping[str, Callable[..., Tensor]]] = {
     "convolution": lambda weight: weight.to(torch.float32).unsqueeze(1),
     "absorbed": _absorbed,
 }
-"""Tensors of the model that are no matrix or vector of the file, in float32, by what they are made of."""
+"""Tensors of the model that are neither a matrix nor a vector of the file, in float32, by their sources."""
 
 
 class GgufTensors:
@@ -81,7 +81,7 @@ class GgufTensors:
         self._storages = {file: storage_of_file(folder / file) for file in files}
 
     def take(self, name: str, shape: tuple[int, ...]) -> GgufWeight | StackedWeight | Tensor | None:
-        """None: there is none of this name and shape, or it was taken."""
+        """None: there is no tensor of this name and shape, or it was taken."""
         parts = self._tensors.get(name, [])
         if not parts:
             return None
@@ -96,7 +96,7 @@ class GgufTensors:
 
     @property
     def left(self) -> set[str]:
-        """The names of those that were not taken."""
+        """Names of unused tensors."""
         return set(self._tensors)
 
     def weight(self, tensor: IndexedTensor) -> GgufWeight:
@@ -126,7 +126,7 @@ def _stacked(parts: Sequence[GgufWeight]) -> GgufWeight | StackedWeight:
 
 
 def _order(count: int, turn: Turn | None) -> Tensor | None:
-    """Stored place of each of so many rows or columns."""
+    """Stored place of each of this many rows or columns."""
     if turn is None:
         return None
     start, outer, first, second, inner = turn

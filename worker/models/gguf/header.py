@@ -62,8 +62,8 @@ def read_header(path: Path, given: str) -> Header:
     """The header of the file at `path`; where it is a part of a split one, of all parts. `given` says where it was
     named.
 
-    Raises `ConfigurationError` that names the file, for one that is cut short, is not what it says, or has tensors of
-    kinds that are not read.
+    Raises `ConfigurationError` that names the file, for a file that is truncated, is inconsistent, or has tensors of
+    unsupported kinds.
     """
     files = parts_of(path, given)
     metadata: dict[str, Any] = {}
@@ -85,8 +85,8 @@ def read_header(path: Path, given: str) -> Header:
 
 
 def parts_of(path: Path, given: str) -> tuple[Path, ...]:
-    """The file itself, or all parts of the split one that it belongs to. Raises `ConfigurationError` for one that is
-    not there.
+    """The file itself, or all parts of the split one that it belongs to. Raises `ConfigurationError` for a missing
+    file.
     """
     found = _PART.fullmatch(path.name)
     if found is None:

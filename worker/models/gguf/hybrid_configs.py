@@ -12,7 +12,7 @@ _LOG_OF_YARN: Final = 0.1
 """llama.cpp's converter multiplies `mscale_all_dim` by it."""
 
 _NO_LENGTH: Final = 2**20
-"""Written for Mamba2, whose config has none."""
+"""Written for Mamba2, whose config lacks them."""
 
 _LEAST_TIME_STEP: Final = 0.001
 """No metadata say it; all Nemotrons have it."""
@@ -32,7 +32,7 @@ def _any(metadata: Metadata, own: str) -> bool:
 
 
 def _rows(metadata: Metadata, own: str) -> int:
-    """Rows of a tensor of the first layer that has it; 0 if none has."""
+    """Rows of a tensor in the first layer that has it; 0 if no layer has."""
     names = (f"blk.{index}.{own}" for index in range(metadata.num_own_layers))
     found = next((metadata.header.tensors[name].shape for name in names if metadata.has(name)), (0,))
     return found[0]

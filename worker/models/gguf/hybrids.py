@@ -44,7 +44,7 @@ class Hybrid:
     """Stored tensors that a part may lack."""
     base: str = "model.layers."
     changes: Mapping[str, Change] = field(default_factory=dict)
-    """Rules by stored tensors, for those that are not the parameter."""
+    """Rules by stored tensors, for tensors that are not the parameter itself."""
     plus: float = 0.0
     """Value added to all norms but those of states."""
 
@@ -327,7 +327,7 @@ def hybrid_tensors(header: Header, config: Mapping[str, Any]) -> list[NamedTenso
 
 
 def _names(header: Header, hybrid: Hybrid, num_layers: int) -> dict[str, str]:
-    """Parameters by the names of the tensors that are to be there."""
+    """Parameters by the names of required tensors."""
     names = dict(hybrid.top)
     for index in range(num_layers):
         for part in hybrid.parts:

@@ -1,7 +1,7 @@
 """Tokenizer of a GGUF file: its vocabulary and rules as the files that a Hugging Face folder has for them.
 
-A GGUF file names its pre-tokenizer instead of writing it down. The names that are known here mean what the models'
-own tokenizer.json say; an unknown one is refused, because a wrong one gives worse answers and no error.
+A GGUF file names its pre-tokenizer instead of writing it down. The known names have the meaning of the models' own
+tokenizer.json; an unknown one is refused, because a wrong one gives worse answers and no error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ _SPACE: Final = "▁"
 _NAMED: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _ENDS: Final = ("eos", "eot", "eom")
 _ENDS_OF_TURNS: Final = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
-"""Control tokens that end an answer where the file names none that does, by their texts."""
+"""Control tokens that end an answer where the file names none, by their texts."""
 
 _LLAMA3: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -208,7 +208,7 @@ def _bpe(vocabulary: dict[str, int], merges: Sequence[Any], **settings: Any) -> 
 
 
 def _merges(vocabulary: Mapping[str, int], ranks: Sequence[float], mergeable: set[str]) -> list[tuple[str, str]]:
-    """The pairs of tokens that are a token together, first those that become one first."""
+    """The pairs of tokens that merge into a token, in the order of merging."""
     found: list[tuple[float, int, int, tuple[str, str]]] = []
     for text in mergeable:
         rank = ranks[vocabulary[text]]

@@ -76,8 +76,8 @@ class Metadata:
 
 
 def of_pairs(num_rows: int, heads: int) -> Turn:
-    """Rows of so many heads, which llama.cpp rotates pair after pair; Hugging Face has the first of all pairs and then
-    the second ones.
+    """Rows of this many heads, which llama.cpp rotates pair after pair; Hugging Face has the first of all pairs and
+    then the second ones.
     """
     return Turn(0, heads, 2, num_rows // heads // 2, 1)
 

@@ -1,4 +1,4 @@
-"""Formats of quantized weights: which tensors a module's weight lies in, and what they mean. One function for each."""
+"""Formats of quantized weights: the tensors of a module's weight, and their meaning. One function for each."""
 
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
@@ -34,7 +34,7 @@ class Parts(Protocol):
         ...
 
     def refuse(self, part: str, reason: str) -> Exception:
-        """The error that says what is wrong with this tensor."""
+        """The error for a fault of this tensor."""
         ...
 
 

@@ -29,7 +29,7 @@ class Layout(Enum):
     GPTQ = "gptq"
     """int32 [in / codes of a word, out]."""
     AWQ = "awq"
-    """int32 [in, out / 8], the codes of a word in an order of their own."""
+    """int32 [in, out / 8], the codes of a word in a format-specific order."""
     MXFP4 = "mxfp4"
     """gpt-oss's experts: uint8 [expert, out, in / 32, 16]."""
 
@@ -45,11 +45,11 @@ class WeightScheme:
     is_symmetric: bool = True
     """There are no zero points, or they are the middle of the codes."""
     zeros_are_less_one: bool = False
-    """Stored zero points are one less than what they stand for, as the first version of GPTQ's files has them."""
+    """Stored zero points are one less than their values, as in the first version of GPTQ's files."""
     is_float: bool = False
     """Codes are floating-point numbers of these bits."""
     activation_bits: int = 16
-    """Bits of the activations that the checkpoint was made for, not those that are computed with."""
+    """Bits of the activations that the checkpoint was made for; the computation may use others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ def _is_ignored(module: str, pattern: str) -> bool:
 def read_scheme(config: Mapping[str, Any]) -> QuantizationScheme | None:
     """The scheme of a model by its config.json; None: it is not quantized.
 
-    Raises `UnsupportedModelError` for one that is not read, by name.
+    Raises `UnsupportedModelError` that names an unsupported scheme.
     """
     found = config.get("quantization_config")
     if not found:
@@ -182,7 +182,7 @@ class _Reader:
         return QuantizationScheme(method="gptq", groups=(*groups, (("Linear",), scheme)), ignored=ignored)
 
     def _overrides(self, scheme: WeightScheme) -> tuple[list[tuple[tuple[str, ...], WeightScheme]], list[str]]:
-        """GPTQModel's `dynamic`: other values for modules by regular expressions, `-:` those that are not quantized."""
+        """GPTQModel's `dynamic`: other values for modules by regular expressions, `-:` for unquantized ones."""
         groups: list[tuple[tuple[str, ...], WeightScheme]] = []
         skipped: list[str] = []
         found = self._found.get("dynamic") or {}

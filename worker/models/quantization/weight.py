@@ -81,7 +81,7 @@ class QuantizedWeight(StoredMatrix):
     def units(self, first: int, last: int) -> Units:
         codes, groups = self.codes.unsigned, self._unit_groups()
         if codes is None or groups is None:
-            raise ValueError("a weight that does not lie in units has none")
+            raise ValueError("a weight that is not in units has none")
         offsets = None
         if self._offset(codes) is Offset.ZERO_POINTS:
             zeros = torch.zeros(()) if self.zeros is None else self._of_units(self.zeros, first, last, groups)
@@ -93,7 +93,7 @@ class QuantizedWeight(StoredMatrix):
         )
 
     def _of_units(self, grid: Tensor, first: int, last: int, groups: Tensor) -> Tensor:
-        """Values of these groups of some rows; those that follow one another are cut out, which is quick."""
+        """Values of these groups of some rows; consecutive groups are sliced, which is quick."""
         rows = grid[first:last] if self.block_rows == 1 else grid[torch.arange(first, last) // self.block_rows]
         if grid.shape[1] == 1:
             return rows.expand(-1, len(groups)).contiguous()
@@ -179,7 +179,7 @@ class TransposedExperts:
     shape: tuple[int, int, int]
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """Numbers [expert, in, out], each rounded once, in memory of their own."""
+        """Numbers [expert, in, out], each rounded once, in separate memory."""
         experts, inputs, outputs = self.shape
         assert self.weight.shape == (experts * outputs, inputs), prod(self.shape)
         return self.weight.to(dtype).view(experts, outputs, inputs).transpose(1, 2)

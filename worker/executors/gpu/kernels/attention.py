@@ -309,7 +309,7 @@ def merge_splits(
     VALUE_DIM: tl.constexpr,
     VALUE_DIMS: tl.constexpr,
 ):
-    """Merges splits of `attend` that are programs of their own. Grid: (tiles, KV_HEADS)."""
+    """Merges splits of `attend` that are separate programs. Grid: (tiles, KV_HEADS)."""
     tile = tiles + tl.program_id(0) * 3
     kv_head = tl.program_id(1)
     first_row, count = tl.load(tile), tl.load(tile + 1)

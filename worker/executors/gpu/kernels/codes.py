@@ -1,4 +1,4 @@
-"""Numbers of a tile of a quantized weight, made in registers: bit by bit what the weight is dequantized to.
+"""Numbers of a tile of a quantized weight, made in registers: bit for bit the dequantized weight.
 
 Codes become numbers of a 16-bit type that hold them exactly; the difference to a zero point is exact too. A scale of
 that type gives a product that is rounded once; any other scale is multiplied in float32, where such products are what

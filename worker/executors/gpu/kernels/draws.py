@@ -1,9 +1,9 @@
 """Triton kernels that draw a token from each row of logits: the native sampler's race, to the same tokens.
 
-`worker/executors/cpu/native/sampler.cpp` says what a race is, and why one among all tokens tells the winner of a
-nucleus. First all blocks' best logits (`best_of_blocks_of_64`), then where each row's race begins (`start_races`), then
-the race among all tokens, cut into chunks (`race_chunks`), then its winner, or for `top_p` the one that is of the
-nucleus (`settle_races`). A row's token depends on no other row, and on no order of programs.
+`worker/executors/cpu/native/sampler.cpp` defines a race, and explains why a race among all tokens also finds the winner
+of a nucleus. First all blocks' best logits (`best_of_blocks_of_64`), then the start of each row's race (`start_races`),
+then the race among all tokens, cut into chunks (`race_chunks`), then its winner, or for `top_p` the winner within the
+nucleus (`settle_races`). A row's token depends neither on other rows nor on the order of programs.
 """
 
 import triton
@@ -105,7 +105,7 @@ def start_races(
     bests,  # [rows, chunks * 16], float32
     flaws,  # [rows, chunks], int32
     listed,  # [rows, chunks * 16], int32: room
-    starts,  # [rows, 4], float32: scaled best logit, least scaled one that is left, what a score must reach
+    starts,  # [rows, 4], float32: scaled best logit, smallest remaining scaled logit, the score to reach
     firsts,  # [rows], int32: the first of the best tokens; -1 for a row that is broken or absent
     stride,
     vocab,
@@ -213,7 +213,8 @@ def race_above(row, scale, key, least, bar, needed, vocab, num_chunks, mask, kee
 
 @triton.jit
 def masses(row, scale, top, least, bar, vocab, num_blocks, space, mask, keeps, MASKED: tl.constexpr):
-    """The exponentials of scaled logits less the largest, summed: of all that are left, and of those above a bar.
+    """The sums of the exponentials of scaled logits less the largest: of all remaining tokens, and of the tokens above
+    a bar.
 
     Sums of 16 lanes in float64, block after block. `space` has room for SPACE_BLOCKS * LANES float32.
     """

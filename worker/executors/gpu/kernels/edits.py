@@ -1,7 +1,7 @@
 """Triton kernels that edit rows of logits before draws: masks, bans, bias, penalties, as the native editor does.
 
 `worker/executors/cpu/native/edits.h` has the order and the arithmetic. Masks are not written into a row: the kernels of
-draws read them beside it. What is written is undone by `restore_rows`, since log-probabilities are raw.
+draws read them beside it. `restore_rows` undoes the edits, since log-probabilities are raw.
 """
 
 import triton
@@ -31,7 +31,7 @@ _PROMPT = tl.constexpr(1 << 30)
 
 @triton.jit
 def tokens_at(tokens, first, start, count, vocab):
-    """CHUNK tokens of a list and their places in it. Those that the row does not have are masked out."""
+    """CHUNK tokens of a list and their places in it. Entries beyond the row's are masked out."""
     places = first + start + tl.arange(0, CHUNK)
     token = tl.load(tokens + places, mask=places < first + count, other=-1)
     return places, token, (token >= 0) & (token < vocab)
@@ -39,7 +39,7 @@ def tokens_at(tokens, first, start, count, vocab):
 
 @triton.jit
 def any_left(row, vocab, num_chunks, mask, keeps):
-    """1 where some token has a logit above -inf, of those that a mask leaves."""
+    """1 if a token that the mask keeps has a logit above -inf."""
     found = tl.cast(0, tl.int32)
     chunk = tl.cast(0, tl.int32)
     while (found == 0) & (chunk < num_chunks):
@@ -80,7 +80,7 @@ def penalize(row, edit, tokens, counts, first, vocab):
 
 @triton.jit
 def ban(row, edit, tokens, saved, first, vocab, num_chunks, mask, keeps):
-    """-inf for banned tokens, unless that leaves none. What is NaN or infinite stays: the row is broken."""
+    """-inf for banned tokens, unless that leaves none. NaN and infinity stay: the row is broken."""
     count = tl.load(edit + NUM_BANNED)
     for start in range(0, count, CHUNK):
         places, token, is_known = tokens_at(tokens, first, start, count, vocab)
@@ -172,7 +172,7 @@ def put_in(
     num_rows,
     BLOCK: tl.constexpr,
 ):
-    """A row without a token is followed by token 0: what comes of it is thrown away. Grid: (blocks of rows,)."""
+    """A row without a token is followed by token 0; its result is discarded. Grid: (blocks of rows,)."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_row = rows < num_rows
     token = tl.load(token_ids + rows, mask=is_row, other=0)

@@ -9,7 +9,8 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.44269504)
 _TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal float32
-_ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: what is added to it loses its fraction, to the nearest, ties to even
+# 1.5 * 2^23: adding it rounds off a number's fraction, to the nearest, ties to even
+_ROUNDER = tl.constexpr(12582912.0)
 
 
 @triton.jit

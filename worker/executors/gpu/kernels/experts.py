@@ -108,7 +108,7 @@ def add_experts(
     chosen,  # [rows, TOP_K], int32: ascending, or -1
     weights,  # [rows, TOP_K], float32
     bias,  # [experts, hidden], float32: of the experts' second linears
-    shared,  # [SLICES, rows, hidden], float32: what the expert gave that all rows go through
+    shared,  # [SLICES, rows, hidden], float32: the output of the shared expert
     gates,  # [rows, gate_stride], float32: the logit of its weight
     out,  # [rows, hidden], float32
     num_rows,

@@ -46,13 +46,15 @@ _INFINITY = tl.constexpr(0x7F800000)
 _TO_NEXT_POWER = tl.constexpr(0x17FFFF)
 """Threshold in bits of float32: a fraction above 1.75, the largest of e4m3, rounds to the next exponent."""
 _SMALLEST_NORMAL = tl.constexpr(0.015625)
-_DENORMALS = tl.constexpr(16384.0)  # what is added to it keeps multiples of 2^-9, to the nearest, ties to even
+_DENORMALS = tl.constexpr(16384.0)  # adding it rounds to multiples of 2^-9, to the nearest, ties to even
 _BROKEN = tl.constexpr(255)
 
 
 @triton.jit
 def e4m3_of(x):
-    """float32 -> codes, int32: to nearest, ties to even; what is too large, infinity too, becomes the largest."""
+    """float32 -> codes, int32: to nearest, ties to even; a value that is too large, including infinity, becomes the
+    largest.
+    """
     bits = x.to(tl.int32, bitcast=True)
     size = bits & _MAGNITUDE
     magnitude = size.to(tl.float32, bitcast=True)

@@ -27,7 +27,7 @@ WORDS = tl.constexpr(1024)
 FLAGS = tl.constexpr(512)
 """Words of a share before its slots: a flag for each program of each rank."""
 LOOK_EVERY = tl.constexpr(128)
-"""Polls between two looks at what the host says."""
+"""Polls between two looks at the host's flag."""
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def add_over_ranks(
     """The sum of all slices of all ranks, as one binary tree. Grid: (programs,), at most PROGRAMS.
 
     With SCATTERS each rank adds its share of the blocks alone, and the ranks read the sums in a second epoch: the same
-    additions, and 2 / RANKS of the bytes. Each epoch has flags of its own, and fewer writes and reads than others.
+    additions, and 2 / RANKS of the bytes. Each epoch has separate flags, and fewer writes and reads than others.
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program) + 1
@@ -189,8 +189,8 @@ def take_from_leader(
     RANKS: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """Words of the leader on all ranks. All set flags, also those that give nothing: a flag tells that a rank has read
-    what came before. Grid: as of a sum.
+    """Words of the leader on all ranks. All set flags, also programs without data: a flag tells that a rank has read
+    the previous data. Grid: as of a sum.
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program) + 1

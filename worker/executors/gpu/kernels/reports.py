@@ -32,7 +32,7 @@ NUM_LOGPROBS = tl.constexpr(WORDS["num_logprobs"])
 GIVEN = tl.constexpr(WORDS["token"])
 
 ABSENT = tl.constexpr(-2)
-"""Value in place of a given token: the row is padding, of which nothing else is read."""
+"""Value in place of a given token: the row is padding, and its other values are not read."""
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def logit_of(row, token, mask, keeps, MASKED: tl.constexpr):
 
 @triton.jit
 def bound_of_best(bests, k):
-    """`ordered` of the k-th largest of some bests [BLOCKS], int64; of -inf where there are not so many."""
+    """`ordered` of the k-th largest of some bests [BLOCKS], int64; of -inf if there are fewer."""
     keys = ordered(bests).to(tl.int64)
     low = tl.cast(-2139095041, tl.int64)
     high = tl.maximum(tl.max(keys, 0), low)
@@ -92,7 +92,7 @@ def bound_of_best(bests, k):
 
 @triton.jit
 def list_blocks(bests, bound, num_blocks, listed, BLOCKS: tl.constexpr):
-    """Writes the blocks whose best one reaches a bound, in order. Returns how many they are."""
+    """Writes the blocks whose best one reaches a bound, in order. Returns their number."""
     places = tl.arange(0, BLOCKS)
     reaches = ((ordered(bests).to(tl.int64) >= bound) & (places < num_blocks)).to(tl.int32)
     tl.store(listed + tl.cumsum(reaches, 0) - 1, places, mask=reaches > 0)
