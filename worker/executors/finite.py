@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -18,7 +19,12 @@ def check_finite(weight: Tensor) -> None:
     with _one_thread():
         low, high = torch.aminmax(weight.detach())  # a NaN is both
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
-        raise NotFiniteError(f"a weight of shape {list(weight.shape)} has NaN or infinite numbers in {weight.dtype}")
+        refuse(tuple(weight.shape), weight.dtype)
+
+
+def refuse(shape: tuple[int, ...], dtype: torch.dtype) -> NoReturn:
+    """Raises `NotFiniteError` for a weight of which another check says that it is not finite."""
+    raise NotFiniteError(f"a weight of shape {list(shape)} has NaN or infinite numbers in {dtype}")
 
 
 @contextmanager

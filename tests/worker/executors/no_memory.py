@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.cpu import packing
+from holdfast.worker.executors.cpu import part_packing
 from holdfast.worker.executors.cpu.library import load_library
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput
@@ -30,7 +30,7 @@ FAILING.stop_failing.restype = ctypes.c_long
 
 
 STEP = ("native_decoder_create", "native_decoder_begin", "native_decoder_run", "native_sample")
-PACKING = ("native_pack", "native_compact", "native_expand")
+PACKING = ("native_pack", "native_expand")
 
 
 class Armed:
@@ -136,7 +136,7 @@ def products() -> int:
     for compacts in (True, False):
         armed = Armed(library, (*PACKING, "native_multiply"))
         armed.num_calls = 0  # packing needs no memory of C++
-        with patch.object(packing, "PIECE_BYTES", 64 * 96 * 2):
+        with patch.object(part_packing, "PIECE_BYTES", 64 * 96 * 2):
             packed = Product(armed, weight, compacts=compacts)
         result, failed = tried(armed, lambda packed=packed: packed(inputs), lambda: None)
         assert same_bits(result, right)

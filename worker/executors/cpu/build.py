@@ -43,7 +43,7 @@ IN_SOFTWARE: Final = {
 _COMPILERS: Final = (("g++",), ("clang++",), ("c++",))
 
 
-_ANY_CLASS: Final = {**CLASSES, **IN_SOFTWARE, "any": (), "pairs": ("-DNATIVE_PAIRS",)}
+_ANY_CLASS: Final = {**CLASSES, **IN_SOFTWARE, "any": _AVX2, "pairs": (*_AVX2, "-DNATIVE_PAIRS")}
 
 
 class NoCompilerError(RuntimeError):
@@ -125,7 +125,7 @@ def _parts(name: str) -> list[_Part]:
     lanes = "avx2" if name in ("avx2", "tiles2", "pairs2") else "avx512"
     order = "pairs" if "-DNATIVE_PAIRS" in _ANY_CLASS[name] else "any"
     parts = [_Part("executor", name), _Part("sampler", lanes), _Part("packing", order)]
-    parts += [_Part("packing_units", "any"), _Part("compact", "any"), _Part("pool", "any"), _Part("quantize", "avx2")]
+    parts += [_Part("packing_units", "any"), _Part("compact", "any"), _Part("pool", "any"), _Part("quantize", "any")]
     return [*parts, _Part("plain", lanes)] if name in CLASSES else parts
 
 

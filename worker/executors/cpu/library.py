@@ -135,14 +135,14 @@ def _declared(library: CDLL) -> CDLL:
     library.native_digest.restype = c_char_p
     _declare(library, "native_pool_create", c_void_p, c_int, c_int, c_void_p)
     _declare(library, "native_pool_destroy", None, c_void_p)
-    _declare(library, "native_pack", c_int, c_void_p, c_void_p, c_long, c_int, c_int, c_int, c_int, c_void_p)
+    packed = (c_void_p, c_void_p, c_long, c_int, c_int, c_int, c_int, c_long, c_void_p)
+    _declare(library, "native_pack", c_int, *packed)
     _declare(
         library,
         "native_pack_units",
         *(c_int, *(c_void_p,) * 6, c_long, c_int, POINTER(NativeUnits), c_void_p),
     )
     _declare(library, "native_compact_bytes", c_long, c_int)
-    _declare(library, "native_compact", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)
     _declare(library, "native_expand", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)
     searched = (c_void_p, c_int, c_long, c_long, c_long, c_int, c_void_p, c_void_p)
     _declare(library, "native_search_codes", c_int, *searched)

@@ -16,7 +16,7 @@ from holdfast.worker.executors.cpu.packed_rows import (
     in_dtype,
     padded_places,
 )
-from holdfast.worker.executors.cpu.part_packing import GROUP, PIECE_BYTES, TILE, PartPacker
+from holdfast.worker.executors.cpu.part_packing import GROUP, TILE, PartPacker
 from holdfast.worker.executors.cpu.states import recurrence_numbers
 from holdfast.worker.executors.cpu.structures import (
     NativeBeside,
@@ -38,7 +38,6 @@ from holdfast.worker.executors.cpu.tile_memory import (
     FreedWeights,
     address_of,
     is_tied,
-    linears,
     mapped_memory,
 )
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
@@ -107,7 +106,7 @@ class PackedModel(PartPacker):
         self._arena = Arena() if arena is None else arena
         self._itemsize = layout.dtype.itemsize
         is_compact = compacts and layout.dtype == torch.bfloat16
-        self._compactor = Compactor(library, pool, _room_bytes(layout)) if is_compact else None
+        self._compactor = Compactor(library, pool) if is_compact else None
         self._rotaries = (NativeRotary * max(1, len(layout.rotaries)))(*map(self._rotary, layout.rotaries))
         self.layers = (NativeLayer * len(layout.layers))(*(self._layer(layer) for layer in layout.layers))
         self.model = NativeModel(
@@ -360,9 +359,3 @@ def _head_norms(norm: Norm | None, head_dim: int, num_heads: int) -> int:
     if norm is None or norm.weight.numel() == head_dim:
         return _EACH_HEAD
     return _OWN_WEIGHTS if norm.weight.dim() == 2 else _ALL_HEADS
-
-
-def _room_bytes(layout: DecoderLayout) -> int:
-    """Bytes of the largest piece of a layout's linears as tiles, padded slices included."""
-    most = max(linear.in_features for linear in linears(layout))
-    return max(PIECE_BYTES, 2 * most * layout.dtype.itemsize * GROUP)

@@ -16,6 +16,7 @@ from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, Site, placed, put_rows, row_addresses, with_rows
 from holdfast.worker.executors.cpu.structures import NativeLinear, NativeNorm, NativeUnits
 from holdfast.worker.executors.cpu.tile_memory import (
+    NOT_FINITE,
     Arena,
     Compactor,
     CompactTiles,
@@ -25,7 +26,7 @@ from holdfast.worker.executors.cpu.tile_memory import (
     TileShape,
 )
 from holdfast.worker.executors.cpu.unit_packing import PackedUnits, pack_units
-from holdfast.worker.executors.finite import check_finite
+from holdfast.worker.executors.finite import check_finite, refuse
 from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.mapped_files import discard_contents
 
@@ -128,13 +129,8 @@ class PartPacker:
         addresses = row_addresses(weights)
         pointers = np.where(rows == NO_ROW, 0, addresses[rows]).astype(np.uint64)
         step = self._rows_of_piece(linear, slices)
-        for weight in () if in_order else weights:
-            check_finite(weight)
         for first in range(0, len(rows), step):
-            piece = pointers[first : first + step]
-            if in_order:
-                check_finite(weights[0][first : first + step])
-            self._pack_rows(piece, linear.in_features // slices, slices, memory, first)
+            self._pack_rows(pointers[first : first + step], linear, slices, memory, first)
             if self._spent is not None and in_order:
                 self._spent.read(linear.weights, slice(first, first + step))
         if self._spent is not None and not in_order:
@@ -147,18 +143,22 @@ class PartPacker:
         for first in range(0, len(rows), step):
             own = rows[first : first + step]
             addresses = put_rows(linear.stored, own, room)
-            check_finite(room[: len(own)])
-            self._pack_rows(addresses.astype(np.uint64), linear.in_features // slices, slices, memory, first)
+            self._pack_rows(addresses.astype(np.uint64), linear, slices, memory, first)
 
     def _pack_rows(
-        self, pointers: NDArray[np.uint64], slice_length: int, slices: int, memory: TileMemory, first: int
+        self, pointers: NDArray[np.uint64], linear: Linear, slices: int, memory: TileMemory, first: int
     ) -> None:
         """Writes the tiles of rows `first` onwards, which begin at these addresses."""
-        layout = (slices, slice_length, -(-slice_length // TILE), self.dtype)
-        room = memory.room(first)
-        outcome = self._library.native_pack(self._pool, pointers.ctypes.data, len(pointers), *layout, room)
-        check_outcome(outcome, "the packing of a weight")
-        memory.written(first, len(pointers))
+        slice_length = linear.in_features // slices
+        shape = len(pointers), slices, slice_length, -(-slice_length // TILE), self.dtype
+
+        def pack(out: int, panel_bytes: int) -> int:
+            outcome = self._library.native_pack(self._pool, pointers.ctypes.data, *shape, panel_bytes, out)
+            check_outcome(outcome, "the packing of a weight")
+            return int(outcome)
+
+        if memory.write(first, pack) & NOT_FINITE:
+            refuse((linear.out_features, linear.in_features), self._number_type)
 
     def _rows_of_piece(self, linear: Linear, slices: int) -> int:
         row_bytes = slices * -(-(linear.in_features // slices) // TILE) * TILE * self._itemsize

@@ -25,9 +25,9 @@ from holdfast.worker.executors.cpu.structures import (
     NativeLinear,
     NativeStep,
 )
-from holdfast.worker.executors.cpu.tile_memory import Arena
+from holdfast.worker.executors.cpu.tile_memory import NOT_FINITE, Arena
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
-from holdfast.worker.executors.finite import check_finite
+from holdfast.worker.executors.finite import refuse
 from holdfast.worker.executors.kv_cache import KVSpec
 
 
@@ -69,7 +69,6 @@ class PackedProduct:
         if weight.dtype not in DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise ConfigurationError(f"a weight is {weight.dtype}: a CPU multiplies in {names} (set model.dtype)")
-        check_finite(weight)
         self._pool = pool
         self._dtype = weight.dtype
         self._out_features, self._in_features = weight.shape
@@ -110,8 +109,10 @@ class PackedProduct:
         rows[: len(weight)] = weight.data_ptr() + np.arange(len(weight)) * weight.stride(0) * weight.itemsize
         slice_inputs = self._in_features // self._num_slices
         pool, shape = self._pool, (num_rows, self._num_slices, slice_inputs, slice_tiles)
-        outcome = pool.library.native_pack(pool.handle, rows.ctypes.data, *shape, DTYPES[self._dtype], tiles)
+        outcome = pool.library.native_pack(pool.handle, rows.ctypes.data, *shape, DTYPES[self._dtype], 0, tiles)
         check_outcome(outcome, "the packing of a weight")
+        if outcome & NOT_FINITE:
+            refuse(tuple(weight.shape), weight.dtype)
 
 
 def unfit(specs: Sequence[KVSpec]) -> str | None:

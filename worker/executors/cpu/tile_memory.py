@@ -7,7 +7,7 @@ for three quarters of it.
 import ctypes
 import logging
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import CDLL
 from dataclasses import fields, is_dataclass
 from typing import Final, NamedTuple, Protocol
@@ -88,6 +88,16 @@ class TileShape(NamedTuple):
     """Tiles of an output."""
 
 
+Pack = Callable[[int, int], int]
+"""Packs rows to an address, as panels of so many bytes or, 0, as they are; outcome: the bits below."""
+
+MISFIT: Final = 1
+"""Bit of an outcome: the rows have too many exponents to be compact, and what was written is of no use
+(`native/packing.cpp`)."""
+NOT_FINITE: Final = 2
+"""Bit of an outcome: a number is a NaN or an infinity."""
+
+
 class TileMemory(Protocol):
     """Memory for the tiles of one linear."""
 
@@ -95,11 +105,8 @@ class TileMemory(Protocol):
     panel_bytes: int
     """Bytes of a compact panel; 0: the tiles are not compact."""
 
-    def room(self, first: int) -> int:
-        """Address for the tiles of rows `first` onwards."""
-
-    def written(self, first: int, count: int) -> None:
-        """They are written there."""
+    def write(self, first: int, pack: Pack) -> int:
+        """Has the tiles of rows `first` onwards packed where they stay, and returns the outcome."""
 
 
 class PlainTiles:
@@ -111,49 +118,27 @@ class PlainTiles:
         self.address = arena.take(shape.rows * shape.row_bytes)
         self._row_bytes = shape.row_bytes
 
-    def room(self, first: int) -> int:
-        return self.address + first * self._row_bytes
-
-    def written(self, first: int, count: int) -> None:
-        """They lie where they stay."""
+    def write(self, first: int, pack: Pack) -> int:
+        return pack(self.address + first * self._row_bytes, self.panel_bytes)
 
 
 class Compactor:
-    """Makes tiles compact, on the threads of a pool. Has room for some of them as they are."""
+    """Sizes of compact panels, and their tiles as they were, on the threads of a pool."""
 
-    def __init__(self, library: CDLL, pool: int, room_bytes: int) -> None:
+    def __init__(self, library: CDLL, pool: int) -> None:
         self._library, self._pool = library, pool
-        self._room_bytes = room_bytes
-        self._room: mmap.mmap | None = None
-
-    @property
-    def room(self) -> int:
-        if self._room is None:
-            self._room = mapped_memory(self._room_bytes)
-        return address_of(self._room)
 
     def panel_bytes(self, k_tiles: int) -> int:
         return int(self._library.native_compact_bytes(k_tiles * PANEL // _TILE_OUTPUTS))
 
-    def compact(self, tiles: int, rows: int, k_tiles: int, out: int) -> bool:
-        """Writes compact panels to `out`. False: they do not fit, and the written part is of no use."""
-        return not self._outcome(
-            self._library.native_compact(self._pool, tiles, rows // PANEL, k_tiles * PANEL // _TILE_OUTPUTS, out)
-        )
-
     def expand(self, panels: int, rows: int, k_tiles: int, out: int) -> None:
         """Writes the tiles of compact panels to `out`, as they were."""
-        self._outcome(
-            self._library.native_expand(self._pool, panels, rows // PANEL, k_tiles * PANEL // _TILE_OUTPUTS, out)
-        )
-
-    def _outcome(self, outcome: int) -> int:
-        check_outcome(outcome, "the compaction of a weight")
-        return outcome
+        num_panels, tiles = rows // PANEL, k_tiles * PANEL // _TILE_OUTPUTS
+        check_outcome(self._library.native_expand(self._pool, panels, num_panels, tiles, out), "a weight's tiles")
 
 
 class CompactTiles:
-    """Tiles made compact piece by piece. A weight whose exponents are too many is kept as tiles after all."""
+    """Tiles packed compact piece by piece. A weight whose exponents are too many is kept as tiles after all."""
 
     def __init__(self, arena: Arena, shape: TileShape, compactor: Compactor) -> None:
         self._arena, self._shape, self._compactor = arena, shape, compactor
@@ -163,31 +148,25 @@ class CompactTiles:
         if arena.is_packed and self._mark.value == _KEPT_AS_TILES:
             self._keep_tiles()
 
-    def room(self, first: int) -> int:
-        return self._compactor.room if self._tiles is None else self._tiles.room(first)
-
-    def written(self, first: int, count: int) -> None:
+    def write(self, first: int, pack: Pack) -> int:
         if self._tiles is not None:
-            return
-        shape, compactor = self._shape, self._compactor
-        if compactor.compact(compactor.room, count, shape.k_tiles, self._panel(first)):
-            return
-        logger.info("a weight of %d rows has too many exponents to be compact", shape.rows)
-        panels = self.address
-        mark = self._mark
+            return self._tiles.write(first, pack)
+        outcome = pack(self.address + first // PANEL * self.panel_bytes, self.panel_bytes)
+        if not outcome & MISFIT:
+            return outcome
+        logger.info("a weight of %d rows has too many exponents to be compact", self._shape.rows)
+        panels, mark = self.address, self._mark
         tiles = self._keep_tiles()
         if first:
-            compactor.expand(panels, first, shape.k_tiles, tiles.address)
-        ctypes.memmove(tiles.room(first), compactor.room, count * shape.row_bytes)
+            self._compactor.expand(panels, first, self._shape.k_tiles, tiles.address)
+        outcome = tiles.write(first, pack)
         mark.value = _KEPT_AS_TILES  # others that find this memory packed are told by it
+        return outcome
 
     def _keep_tiles(self) -> PlainTiles:
         self._tiles = PlainTiles(self._arena, self._shape)
         self.address, self.panel_bytes = self._tiles.address, 0
         return self._tiles
-
-    def _panel(self, row: int) -> int:
-        return self.address + row // PANEL * self.panel_bytes
 
     @property
     def _mark(self) -> ctypes.c_uint16:

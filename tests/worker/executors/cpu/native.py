@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.cpu import part_packing
 from holdfast.worker.executors.cpu.build import CLASSES, IN_SOFTWARE
 from holdfast.worker.executors.cpu.library import Unavailable, load_library, missing_instructions
 from holdfast.worker.executors.cpu.packed_rows import IntArray
 from holdfast.worker.executors.cpu.packing import PackedModel
-from holdfast.worker.executors.cpu.part_packing import GROUP, PIECE_BYTES, TILE
+from holdfast.worker.executors.cpu.part_packing import GROUP, TILE
 from holdfast.worker.executors.cpu.tile_memory import Arena, Compactor
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
 from holdfast.worker.executors.linears import Linear
@@ -47,6 +48,12 @@ def function(library: CDLL, name: str, x: Tensor) -> Tensor:
     return out[: len(x)]
 
 
+def lets_odd_weights_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on, weights that are not finite are packed as others."""
+    monkeypatch.setattr(part_packing, "check_finite", lambda weight: None)
+    monkeypatch.setattr(part_packing, "refuse", lambda shape, dtype: None)
+
+
 class Product(PackedModel):
     """One linear, packed by one thread."""
 
@@ -58,11 +65,11 @@ class Product(PackedModel):
         self._arena = Arena()
         self._itemsize = weight.dtype.itemsize
         self.dtype = DTYPES[weight.dtype]
-        self._dtype = weight.dtype
+        self._dtype = self._number_type = weight.dtype
         self._slice = weight.shape[1] // slices
         self._slices = slices
         self._pool = library.native_pool_create(1, -1, None)
-        self._compactor = Compactor(library, self._pool, PIECE_BYTES) if compacts else None
+        self._compactor = Compactor(library, self._pool) if compacts else None
         self._outputs = len(weight) if rows is None else len(rows)
         self.native = self._linear(Linear(weights=(weight,)), slices=slices, rows=rows)
         self.native.outputs = self.native.groups * GROUP

@@ -1,7 +1,5 @@
 """Compact weights: bfloat16 in 12 bits, without loss; and what is computed with them to the bit."""
 
-import ctypes
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.worker.executors.cpu import tile_memory
-from holdfast.worker.executors.cpu.tile_memory import Arena, Compactor, CompactTiles, PlainTiles, TileShape
+from holdfast.worker.executors.cpu.tile_memory import (
+    MISFIT,
+    NOT_FINITE,
+    Arena,
+    Compactor,
+    CompactTiles,
+    PlainTiles,
+    TileShape,
+)
+from holdfast.worker.executors.cpu.weight_codes import DTYPES
+from holdfast.worker.executors.finite import NotFiniteError
 from tests.examples import examples
 from tests.worker.executors.cpu.native import ALL, BF16, Product, bits, library_or_skip, same_bits
 from tests.worker.executors.cpu.runs import Runner, layout_of, tokens
@@ -23,7 +31,7 @@ PANEL_WORDS = K_TILES * 2 * TILE_WORDS
 def compactor():
     library = library_or_skip("avx2")
     pool = library.native_pool_create(2, -1, None)
-    yield Compactor(library, pool, 1 << 20)
+    yield Compactor(library, pool)
     library.native_pool_destroy(pool)
 
 
@@ -34,15 +42,33 @@ def words_of(exponents: np.ndarray, seed: int) -> np.ndarray:
     return ((rest >> 7) << 15 | exponents << 7 | (rest & 0x7F)).astype(np.uint16)
 
 
-def there_and_back(compactor: Compactor, words: np.ndarray) -> np.ndarray | None:
-    """None where the words do not fit."""
-    panels = len(words) // PANEL_WORDS
-    compact = np.zeros(panels * compactor.panel_bytes(K_TILES), dtype=np.uint8)
-    if not compactor.compact(words.ctypes.data, panels * 32, K_TILES, compact.ctypes.data):
+def pack(compactor: Compactor, rows: np.ndarray, out: int, panel_bytes: int) -> int:
+    """Packs words [panels x 32, inputs]; the outcome, finite or not."""
+    addresses = (rows.ctypes.data + np.arange(len(rows)) * rows.strides[0]).astype(np.uint64)
+    shape = len(rows), 1, rows.shape[1], rows.shape[1] // 32
+    library, pool = compactor._library, compactor._pool
+    return library.native_pack(pool, addresses.ctypes.data, *shape, DTYPES[BF16], panel_bytes, out) & ~NOT_FINITE
+
+
+def packed(compactor: Compactor, words: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Tiles of words, as they are, and compact panels; None where they do not fit."""
+    rows = words.reshape(-1, K_TILES * 32)
+    tiles = np.zeros(len(words), dtype=np.uint16)
+    compact = np.zeros(len(rows) // 32 * compactor.panel_bytes(K_TILES), dtype=np.uint8)
+    assert pack(compactor, rows, tiles.ctypes.data, 0) == 0
+    outcome = pack(compactor, rows, compact.ctypes.data, compactor.panel_bytes(K_TILES))
+    assert outcome in (0, MISFIT)
+    return tiles, None if outcome else compact
+
+
+def come_back(compactor: Compactor, words: np.ndarray) -> bool | None:
+    """Whether compact panels are the tiles again; None where the words do not fit."""
+    tiles, compact = packed(compactor, words)
+    if compact is None:
         return None
-    out = np.zeros_like(words)
-    compactor.expand(compact.ctypes.data, panels * 32, K_TILES, out.ctypes.data)
-    return out
+    out = np.zeros_like(tiles)
+    compactor.expand(compact.ctypes.data, len(words) // PANEL_WORDS * 32, K_TILES, out.ctypes.data)
+    return bool((out == tiles).all())
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -59,7 +85,7 @@ def test_any_numbers_of_sixteen_exponents_and_a_few_others_come_back(compactor, 
     for panel in exponents:
         panel[random.choice(PANEL_WORDS, num_rare, replace=False)] = random.integers(0, 256, num_rare)
     words = words_of(exponents, seed).reshape(-1)
-    assert (there_and_back(compactor, words) == words).all()
+    assert come_back(compactor, words)
 
 
 def test_more_rare_numbers_than_there_is_room_for_do_not_fit(compactor):
@@ -68,14 +94,83 @@ def test_more_rare_numbers_than_there_is_room_for_do_not_fit(compactor):
     exponents[:, 8:16] = np.arange(101, 117, 2)
     room = K_TILES * 2 * RARE_PER_TILE
     exponents[1, 100 : 100 + room - 2] = np.arange(30, 30 + 2 * (room - 2), 2)
-    assert there_and_back(compactor, words_of(exponents, 0).reshape(-1)) is not None  # two of the ninth
+    assert come_back(compactor, words_of(exponents, 0).reshape(-1))  # two of the ninth
     exponents[1, 100 + room - 2] = 28
-    assert there_and_back(compactor, words_of(exponents, 0).reshape(-1)) is None
+    assert come_back(compactor, words_of(exponents, 0).reshape(-1)) is None
+
+
+def panel_by_the_format(tiles: np.ndarray) -> bytes:
+    """A panel of `native/compact_order.h`, written once more: words [tiles, 512] of weights that fit."""
+    high, low = tiles >> 8, (tiles & 0xFF).astype(np.uint8)
+    exponents = high & 0x7F
+    counts = np.bincount(exponents.reshape(-1), minlength=128)
+    chosen = np.argsort(-counts, kind="stable")[:8]
+    place = np.full(128, 255)
+    place[chosen] = np.arange(8)
+    is_rare = place[exponents] == 255
+    of_word = (place[exponents] & 7) | (high >> 7) << 3
+    starts = np.concatenate([[0], np.cumsum(is_rare.sum(1))]).astype(np.uint16)
+    at, rare = np.nonzero(is_rare)
+    listed = np.stack([rare, high[at, rare]], axis=1).astype(np.uint16).tobytes()
+    words = [p % 16 // 8 * 32 + p // 16 * 8 + p % 8 for p in range(64)]  # whose bytes lie at p
+
+    def halves(numbers: np.ndarray) -> np.ndarray:
+        return numbers.reshape(len(tiles), 4, 2, 64)[..., words]
+
+    both = halves(of_word)[:, :, 0] | halves(of_word)[:, :, 1] << 4
+    blocks = np.concatenate([both[:, :, None].astype(np.uint8), halves(low)], axis=2)
+    head = np.concatenate([chosen, chosen | 0x80]).astype(np.uint8).tobytes() + starts.tobytes()
+    head = head.ljust(-(-len(head) // 4) * 4, b"\0") + listed
+    rare_end = -(-(16 + 2 * len(starts)) // 4) * 4 + len(tiles) * RARE_PER_TILE * 4
+    return head.ljust(-(-rare_end // 64) * 64, b"\0") + blocks.tobytes()
+
+
+@pytest.mark.parametrize("num_rare", [0, 5])
+def test_panels_are_those_of_the_format(compactor, num_rare):
+    words = bits(torch.empty(2 * PANEL_WORDS).normal_(0, 0.02, generator=torch.Generator().manual_seed(1)).to(BF16))
+    words = words.view(np.uint16).copy()
+    words[100 : 100 + num_rare * 7 : 7] = 0xC001
+    tiles, compact = packed(compactor, words)
+    assert compact is not None
+    by_hand = [panel_by_the_format(panel) for panel in tiles.reshape(2, K_TILES * 2, TILE_WORDS)]
+    assert compact.tobytes() == b"".join(by_hand)
+
+
+def test_a_tile_has_its_numbers_where_products_read_them(compactor):
+    """Of every type, slices that end within a tile included; and outputs without a row."""
+    for dtype in DTYPES:
+        rows = torch.randn(64, 3 * 41, generator=torch.Generator().manual_seed(2)).to(dtype)
+        addresses = (rows.data_ptr() + np.arange(64) * rows[0].nbytes).astype(np.uint64)
+        addresses[5] = 0
+        rows[5] = 0
+        tiles, places = torch.full((2, 6, 2, 512), torch.nan).to(dtype), np.zeros((32, 16), dtype=np.int16)
+        library, shape = compactor._library, (64, 3, 41, 2)
+        outcome = library.native_pack(
+            compactor._pool, addresses.ctypes.data, *shape, DTYPES[dtype], 0, tiles.data_ptr()
+        )
+        library.native_places(DTYPES[dtype], places.ctypes.data)
+        found = tiles[..., torch.from_numpy(places.astype(np.int64))]  # [panel, tile, half, input, output]
+        found = found.permute(0, 2, 4, 1, 3).reshape(64, 3, 64)
+        assert outcome == 0
+        assert same_bits(found[..., :41].contiguous(), rows.view(64, 3, 41))
+        assert not found[..., 41:].float().any()
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_is_found(dtype, odd):
+    weight = torch.full((40, 70), torch.finfo(dtype).max, dtype=dtype)
+    for compacts in {False, dtype == BF16}:
+        Product(library_or_skip("avx2"), weight, compacts=compacts)
+    weight[39, 69] = odd
+    for compacts in {False, dtype == BF16}:
+        with pytest.raises(NotFiniteError, match=r"shape \[40, 70\]"):
+            Product(library_or_skip("avx2"), weight, compacts=compacts)
 
 
 def test_normal_weights_take_three_quarters(compactor):
     words = torch.empty(64 * PANEL_WORDS).normal_(0, 0.02).to(BF16)
-    assert (there_and_back(compactor, bits(words).view(np.uint16)) == bits(words).view(np.uint16)).all()
+    assert come_back(compactor, bits(words).view(np.uint16))
     assert compactor.panel_bytes(28) < 0.77 * 28 * 2 * TILE_WORDS * 2
 
 
@@ -129,7 +224,7 @@ def scattered(rows: int, inner: int) -> torch.Tensor:
 @pytest.mark.parametrize("first_bad", [0, 64, 128])
 def test_a_weight_that_does_not_fit_is_kept_whole(monkeypatch, first_bad):
     """Also one that does not fit from some piece on, when the pieces before are compact already."""
-    monkeypatch.setattr("holdfast.worker.executors.cpu.packing.PIECE_BYTES", 64 * 96 * 2)  # a group a piece
+    monkeypatch.setattr("holdfast.worker.executors.cpu.part_packing.PIECE_BYTES", 64 * 96 * 2)  # a group a piece
     x, weight = linear(BF16, 5, 96, 192)
     weight[first_bad : first_bad + 40] = scattered(40, 96)
     library = library_or_skip()
@@ -160,11 +255,10 @@ class SeenArena(Arena):
 def test_who_finds_the_memory_packed_knows_how_the_weight_is_kept(compactor, fits):
     shape = TileShape(64, K_TILES * 32 * 2, K_TILES)
     exponents = np.random.default_rng(0).integers(100, 110 if fits else 200, 64 * 96)
-    words = words_of(exponents, 0)
+    rows = words_of(exponents, 0).reshape(64, 96)
     first = SeenArena()
     one = CompactTiles(first, shape, compactor)
-    ctypes.memmove(one.room(0), words.ctypes.data, words.nbytes)
-    one.written(0, 64)
+    assert one.write(0, lambda out, panel_bytes: pack(compactor, rows, out, panel_bytes)) == 0
     two = CompactTiles(SeenArena(first.taken), shape, compactor)
     assert (two.address, two.panel_bytes) == (one.address, one.panel_bytes)
     assert (one.panel_bytes > 0) == fits
@@ -172,7 +266,7 @@ def test_who_finds_the_memory_packed_knows_how_the_weight_is_kept(compactor, fit
 
 def test_memory_that_is_not_compact_has_no_room_of_its_own():
     tiles = PlainTiles(Arena(), TileShape(64, 192, 3))
-    assert tiles.room(32) == tiles.address + 32 * 192
+    assert tiles.write(32, lambda out, panel_bytes: out + panel_bytes) == tiles.address + 32 * 192
     assert tiles.panel_bytes == 0
 
 

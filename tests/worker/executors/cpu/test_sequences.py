@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.cpu import part_packing
 from holdfast.worker.step_plan import BlockCopy
-from tests.worker.executors.cpu.native import BF16, F16, F32, same_bits
+from tests.worker.executors.cpu.native import BF16, F16, F32, lets_odd_weights_pass, same_bits
 from tests.worker.executors.cpu.runs import Runner, layout_of, tokens
 from tests.worker.executors.steps import Part
 
@@ -74,7 +73,7 @@ def test_dirty_memory_does_not_matter(model, dtype, block_size):
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 def test_nan_in_one_sequence_stays_there(dtype, monkeypatch):
-    monkeypatch.setattr(part_packing, "check_finite", lambda weight: None)
+    lets_odd_weights_pass(monkeypatch)
     layout = layout_of("llama", dtype)
     ids, others = [tokens(70, seed) for seed in (1, 2)]
     ids, broken = [id_ if id_ != 5 else 6 for id_ in ids], [*others[:10], 5, *others[10:]]
@@ -95,7 +94,7 @@ def test_nan_in_one_sequence_stays_there(dtype, monkeypatch):
 
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_nan_is_not_taken_for_a_number(softcap, monkeypatch):
-    monkeypatch.setattr(part_packing, "check_finite", lambda weight: None)
+    lets_odd_weights_pass(monkeypatch)
     layout = layout_of("gemma2")
     embedding = layout.embedding.clone()
     embedding[5] = torch.nan
