@@ -223,8 +223,8 @@ def call_arguments(arguments: object, field: str) -> Mapping[str, Any] | str:
 
 
 def arguments_object(arguments: Mapping[str, Any] | str) -> Mapping[str, Any] | None:
-    """The object that arguments are, also as JSON text; None of text that is none, such as that of a cut call, and of
-    text that escapes half a surrogate pair, which no prompt can say.
+    """The object that arguments are, also as JSON text; None for text that is not an object, such as that of a cut
+    call, and for text that escapes half a surrogate pair, which no prompt can contain.
     """
     if not isinstance(arguments, str):
         return arguments

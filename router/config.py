@@ -14,6 +14,9 @@ from holdfast.worker.settings import MAX_WHOLE, Bytes, Settings
 PolicyName = Literal["prefix_aware", "session_affinity", "power_of_two", "least_loaded", "round_robin", "random"]
 """The routing policies, which are in `dispatch/policy.py`."""
 
+PREFIX_POLICIES: Final[frozenset[PolicyName]] = frozenset({"prefix_aware"})
+"""Routing policies that read `RoutingSnapshot.prefix`: only for these do replicas report their cached blocks."""
+
 MAX_KEEPALIVE_S: Final = 2_000_000
 """Maximum seconds of gRPC's keepalive, which are 32 bits of milliseconds."""
 
@@ -302,7 +305,7 @@ class RouterConfig(Settings):
         description="refuse requests whose expected time to the first token exceeds this many seconds; unset: off",
     )
     replica_wait_s: float = Field(
-        30.0, ge=0, description="seconds that requests wait for a replica when their model has none"
+        30.0, ge=0, description="seconds that requests wait for a replica when their model has no replica"
     )
     max_replicas_lost: int = Field(
         2, ge=1, description="consecutive crashes of replicas that run a request after which it is quarantined"
@@ -400,4 +403,4 @@ class RouterConfig(Settings):
     @property
     def is_prefix_aware(self) -> bool:
         """Whether any model's routing policy considers the replicas' cached prefixes."""
-        return "prefix_aware" in (self.routing_policy, *self.model_routing_policies.values())
+        return not PREFIX_POLICIES.isdisjoint((self.routing_policy, *self.model_routing_policies.values()))

@@ -46,7 +46,7 @@ class Usage:
 
 
 def together(usages: Sequence[Usage], *, share_prompt: bool) -> Usage:
-    """Usage of several sequences, of one prompt (it counts once, and as cached only what was cached for each of them)
+    """Usage of several sequences, of one prompt (which counts once, with the tokens that were cached for all of them)
     or of a prompt each. Of times and attempts the longest and most count.
     """
     of_prompt: Callable[[Iterable[int]], int] = min if share_prompt else sum

@@ -92,7 +92,7 @@ class OperatorState:
         return self._next(adapters=(*others, NamedAdapter(model=model, name=name, adapter=adapter)))
 
     def adapters_of(self, model: str, started_with: Iterable[Adapter]) -> list[Adapter]:
-        """Adapters of a model by name: those that its replicas were started with, as operators have changed them."""
+        """Adapters of a model by name: the ones that its replicas were started with, as changed by operators."""
         found = {one.name: one for one in started_with} | {
             one.name: one.adapter for one in self.adapters if one.model == model and one.adapter is not None
         }

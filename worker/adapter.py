@@ -49,8 +49,8 @@ def check_adapter_name(name: str) -> None:
     """Raises `ConfigurationError` for an invalid name: empty, too long, or like a path."""
     if len(name) > _MAX_NAME or not _NAME.fullmatch(name) or ".." in name:
         raise ConfigurationError(
-            f"lora_name = {name[:_MAX_NAME]!r}: must be 1 to {_MAX_NAME} letters, digits, . _ : @ + -, in parts with "
-            "/ between them, none of which begins with a dot or has two in a row"
+            f"lora_name = {name[:_MAX_NAME]!r}: must be 1 to {_MAX_NAME} letters, digits, . _ : @ + -, in parts with / "
+            f"between them; no part begins with a dot or has two in a row"
         )
 
 

@@ -34,7 +34,7 @@ MAX_LOGPROB_TOKEN_IDS: Final = 128
 """Tokens that can be asked for by their ids at each token."""
 
 MAX_BEAM_WIDTH: Final = 10
-"""A beam search looks at twice as many candidates as it has beams."""
+"""A beam search considers twice as many candidates as it has beams."""
 
 FIELD: Final = "sampling_params"
 """Field of requests that holds the parameters: refusals name a parameter with this prefix."""
@@ -55,7 +55,7 @@ class Group(StrEnum):
     SAMPLING = "sampling"
     STRUCTURE = "structured output"
     ENDING = "end of the output"
-    REPORT = "several completions, and what is reported"
+    REPORT = "several completions, and reported data"
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ class SamplingParams(OutputKind):
 
     max_tokens: Annotated[
         int | None,
-        Field(ge=1, description="at most this many output tokens; none for as many as the context holds"),
+        Field(ge=1, description="at most this many output tokens; none: up to the model's context length"),
         _end(means_all=True, flag_default=64, limits="1 or more; `None` in Python"),
     ] = 16
     min_tokens: Annotated[
@@ -249,9 +249,9 @@ class SamplingParams(OutputKind):
     echo: Annotated[bool, Field(description="begins the text with the prompt's"), _report()] = False
     truncate_prompt_tokens: Annotated[
         int | None,
-        Field(ge=-1, description="keeps the last tokens of the prompt; -1: as many as fit"),
+        Field(ge=-1, description="keeps the last tokens of the prompt; -1: the number that fits"),
         NOT_ZERO,
-        _report(means_all=True, limit="must be at least 1, or -1 for as many as fit", limits="1 or more, or -1"),
+        _report(means_all=True, limit="must be at least 1, or -1 for the number that fits", limits="1 or more, or -1"),
     ] = None
     truncate_right: Annotated[
         bool, Field(description="truncate_prompt_tokens keeps the first tokens of the prompt"), _report()
@@ -339,7 +339,7 @@ class SamplingParams(OutputKind):
         return changed
 
     def first_tokens(self, number: int) -> Self:
-        """For the first tokens of the same outputs, so many at most, and nothing else."""
+        """For the first tokens of the same outputs, at most this many."""
         least = min(self.min_tokens, number)
         no_logprobs: dict[str, object] = {"logprobs": None, "prompt_logprobs": None, "logprob_token_ids": ()}
         return self.with_changes(max_tokens=number, min_tokens=least, **no_logprobs)

@@ -63,7 +63,7 @@ class LoadSearch:
         return middle if self.best < middle < self.lowest_bad else None
 
     def note(self, load: float, *, is_fine: bool) -> None:
-        """Notes the outcome of one load. A load above one that failed is assumed to fail as well."""
+        """Notes the outcome of one load. A load above a failed one is assumed to fail as well."""
         self._left -= 1
         if is_fine and (self.lowest_bad is None or load < self.lowest_bad):
             self.best = load if self.best is None else max(self.best, load)

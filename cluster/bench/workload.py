@@ -109,7 +109,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a session, and what it adds to the conversation."""
+    """One request of a session, and its addition to the conversation."""
 
     num_prompt_tokens: int
     """Tokens of the new text alone, prefixes included; earlier turns come on top."""

@@ -163,8 +163,8 @@ class AsyncClient:
 
     async def abort(self, request_id: str) -> bool:
         """Aborts a request of any client; its output so far stays, with finish reason ABORT. The call goes to every
-        router, since only the one that runs the request knows it. Returns whether the request was found. Raises as
-        `stream` does, where no router that answers knows it and some do not answer.
+        router, since only the request's router knows it. Returns whether the request was found. Raises as `stream`
+        does, where no router that answers knows it and some do not answer.
         """
         failure: CallFailed | None = None
         for address in self._addresses:

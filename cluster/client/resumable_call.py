@@ -43,7 +43,7 @@ class ResumableCall:
         return self.record is not None and self.record.is_over
 
     def submit(self, now: float) -> ResumeRecord | None:
-        """Counts a submission. Returns what it must carry; None where it is the request alone."""
+        """Counts a submission. Returns the data to send; None where it is the request alone."""
         self.attempt += 1
         self.sent_at = now
         self.retry_policy.note_sent()
@@ -116,7 +116,7 @@ class HeldCall:
     # --- in ---
 
     def verdict(self, status: int, hold: str | None, should_retry: str | None) -> Verdict:
-        """On a response, by its status and what it says of itself. `hold` is None where no Holdfast router answers."""
+        """On a response, by its status and headers. `hold` is None where no Holdfast router answers."""
         has_begun, retry_policy = self.record is not None, self._call.retry_policy
         if status == 200:
             if hold is None and has_begun:

@@ -109,7 +109,7 @@ class RetryPolicy:
         if self._sees_admission and self._num_proofs >= MAX_ROUTERS_LOST:
             raise RequestQuarantinedError(
                 f"{self._num_proofs} routers ended, one after the other, while they were reading this request; it is "
-                "not sent again, lest it end all of them"
+                "not sent again, since it may end all of them"
             )
 
     def note_suspected(self) -> None:
@@ -157,5 +157,5 @@ class RetryPolicy:
         return pause_s if now + pause_s < (end if self._deadline is None else min(end, self._deadline)) else None
 
     def time_left_s(self, now: float) -> float | None:
-        """Seconds left of the request's own timeout; None if it has none."""
+        """Seconds left of the request's own timeout; None if there is none."""
         return None if self._deadline is None else self._deadline - now

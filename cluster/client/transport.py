@@ -16,7 +16,7 @@ from holdfast.worker.wire.loopback import proxy_on_the_way, reaching
 from holdfast.worker.wire.tls import Tls
 
 KEEPALIVE_MS: Final = 1_200
-"""Silence after which a router is pinged. Routers take no more than one ping in a second."""
+"""Silence after which a router is pinged. Routers accept one ping per second."""
 
 PING_TIMEOUT_MS: Final = 1_500
 """A router that has not answered a ping for so long is left: at worst it was busy, and another continues as well."""
@@ -24,7 +24,7 @@ PING_TIMEOUT_MS: Final = 1_500
 CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # the one that newer gRPC cores go by
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # the option that newer gRPC cores read
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_receive_message_length", 64 * 2**20),
     # A router that comes back is found soon. A pool shared by the process would impose its own, longer pauses.

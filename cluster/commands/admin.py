@@ -85,7 +85,7 @@ def remove_adapter(
 ) -> int:
     """Remove a LoRA adapter. Requests that run keep it."""
     _ask(server, settings, "UnloadAdapter", name=name)
-    print(f"{name} is not served any more")
+    print(f"{name} is no longer served")
     return 0
 
 

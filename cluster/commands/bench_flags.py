@@ -59,7 +59,7 @@ class LoadFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkFlags:
-    """Flags for what is requested."""
+    """Flags for the workload."""
 
     prompt_tokens: Annotated[
         str,

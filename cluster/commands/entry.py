@@ -30,7 +30,7 @@ def main() -> None:
     open_standard_streams()
     run = cli.command if is_ignored else _interruptible(cli.command)
     code = cli.exit_code(lambda: run(sys.argv[1:]))
-    exec("")  # under `-m`, Python ends by SIGINT after one that a text under `exec` was ended by, as a dataclass's
+    exec("")  # under `-m`, Python ends by SIGINT if text under `exec` was interrupted before, such as a dataclass's
     set_aside()  # the collections at an interpreter's end would look at each object of torch several times
     sys.exit(code)
 

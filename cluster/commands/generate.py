@@ -175,7 +175,7 @@ def generate(
     from holdfast.cluster.config.config import load_config
     from holdfast.worker.request import Priority
 
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt  # the one that `echo` adds
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt  # the prompt token that `echo` adds
     ask = Ask(
         text=text,
         params=sampling.params(),

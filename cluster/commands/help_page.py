@@ -10,7 +10,7 @@ from typing import Any, Final
 MAX_WIDTH: Final = 100
 """Characters of a line at most; a narrower terminal sets the width."""
 COLUMN: Final = 30
-"""Character at which descriptions begin; a longer name has a line of its own."""
+"""Column at which descriptions begin; a longer name has a separate line."""
 
 
 class HelpPage:

@@ -177,7 +177,7 @@ def remove(
             from holdfast.cluster.serve import models
 
             models.remove(loaded.config.cluster.namespace, name, loaded.config.cluster.drain_timeout_s)
-    print(f"{name} is not served any more")
+    print(f"{name} is no longer served")
     return 0
 
 

@@ -29,7 +29,7 @@ _SECONDS: Final = 60
 
 @dataclass(frozen=True, kw_only=True)
 class WhatFlags:
-    """Flags for what is asked."""
+    """Flags for the checks."""
 
     checks: Annotated[str, Parameter(group=_WHAT, help="names of checks, with commas [all]")] = ""
     budget: Annotated[str, Parameter(group=_WHAT, help="bounds: requests=N,tokens=N,rate=N (a second),seconds=N")] = ""
@@ -57,7 +57,7 @@ class WhatFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFlags:
-    """Flags for what is written."""
+    """Flags for the reports."""
 
     json: Annotated[Path | None, Parameter(group=_REPORT, help="write the report as JSON")] = None
     html: Annotated[Path | None, Parameter(group=_REPORT, help="write the report as one HTML file")] = None

@@ -127,7 +127,7 @@ class ClusterConfig(Settings):
         description="several models: a list of names, or in a file a list of each model's settings; unset: "
         "`model.model`",
     )
-    routers: int = Field(2, ge=1, description="number of routers; on one machine each has a port of its own")
+    routers: int = Field(2, ge=1, description="number of routers; on one machine each has its own port")
     host: str | None = Field(
         None, description="address that routers listen on; unset: loopback, or 0.0.0.0 with `address`"
     )

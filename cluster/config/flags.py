@@ -76,7 +76,7 @@ ESSENTIALS: Final = Group.create_ordered("Essentials")
 SAMPLING: Final = Group.create_ordered("Sampling")
 STRUCTURE: Final = Group.create_ordered("Structured output")
 ENDING: Final = Group.create_ordered("End of the output")
-REPORT: Final = Group.create_ordered("Several completions, and what is reported")
+REPORT: Final = Group.create_ordered("Several completions, and reported data")
 
 SECTIONS: Final = flag_table().sections
 """The names of all sections of settings."""

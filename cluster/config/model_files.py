@@ -59,7 +59,7 @@ def check_files(config: HoldfastConfig) -> None:
 def check_hub(config: HoldfastConfig) -> None:
     """Asks the hub for the config of a model that is not here, unless it was downloaded before.
 
-    Raises `ConfigurationError` for one that it would not give, and for a tensor-parallel size that does not fit.
+    Raises `ConfigurationError` for an invalid hub id, and for a tensor-parallel size that does not fit.
     """
     if local_folder(config) is not None:
         return

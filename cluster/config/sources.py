@@ -129,7 +129,7 @@ def _parse(path: Path, text: str) -> object:
 
     try:
         return yaml.safe_load(text) or {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a ValueError
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # an invalid date is a ValueError
         raise ConfigurationError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
 
 

@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
     # --- the transport ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is none by its class
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass of it
 
     def data_received(self, data: bytes) -> None:
         """Feeds bytes to the HTTP parser; breaks the connection where they are no HTTP."""

@@ -143,7 +143,7 @@ def _outputs(
     engines: Sequence[InferenceEngine], windows: Sequence[Sequence[int]], params: SamplingParams, vocab_size: int
 ) -> Iterator[tuple[int, list[RequestOutput]]]:
     """Number of windows done and each engine's output, for each window. As many run together as may be in flight."""
-    assert params.prompt_logprobs is not None, "they are what is asked for"
+    assert params.prompt_logprobs is not None, "they are the requested values"
     pairs = vocab_size if params.prompt_logprobs == ALL_LOGPROBS else 1 + params.prompt_logprobs
     at_once = max(1, _TOGETHER // (pairs * max(map(len, windows)) * len(engines)))
     for start in range(0, len(windows), at_once):

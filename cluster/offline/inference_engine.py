@@ -86,7 +86,7 @@ class InferenceEngine:
         self._adapters: dict[tuple[str, int, str], Adapter] = {}
         self._replica: Replica | None = None
         self._pid = os.getpid()
-        """Process id of the process that loaded the model: a fork of it has none of its threads."""
+        """Process id of the process that loaded the model: a fork of it lacks its threads."""
         self._router: LocalRouter | None = None
 
     def start(self) -> None:
@@ -106,7 +106,7 @@ class InferenceEngine:
 
     def stop(self) -> None:
         """Aborts running requests, answers their callers, and ends the replica. Safe to call twice, also at the same
-        time. Without effect in a process forked from the one that loaded the model.
+        time. Without effect in a process that was forked after the model was loaded.
         """
         if self._pid != os.getpid():
             return
@@ -363,8 +363,8 @@ class InferenceEngine:
             raise RequestAbortedError("the engine is not running: call start(), or use it in a `with` block")
         if self._pid != os.getpid():
             raise ReplicaError(
-                "this process was forked from the one that loaded the model, without its threads: load it here, or use "
-                "multiprocessing.get_context('spawn')"
+                "this process was forked after the model was loaded, and lacks its threads: load the model here, or "
+                "use multiprocessing.get_context('spawn')"
             )
         return self._replica, self._router
 

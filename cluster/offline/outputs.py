@@ -99,7 +99,7 @@ class RequestOutput:
     prompt_token_id_logprobs: ClassVar[None] = None
     kv_transfer_params: ClassVar[None] = None
     ec_transfer_params: ClassVar[None] = None
-    """vLLM's attributes for what is not here."""
+    """vLLM's attributes without a counterpart here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

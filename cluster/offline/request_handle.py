@@ -147,7 +147,7 @@ class RequestHandle:
         if isinstance(error, CallerError) and self._is_awaited and not self.admitted.done():
             self.admitted.set_exception(error)
         else:
-            outputs = () if self._answer is None else self._so_far()  # one that was refused may ask for any number
+            outputs = () if self._answer is None else self._so_far()  # a refused request may ask for any number
             self._call_back(self._output(outputs, error=error))
         self.future.set_exception(error)
 
@@ -224,7 +224,7 @@ def completion_output(output: OutputDelta, params: SamplingParams, tokenizer: To
 
 def prompt_logprobs(first: OutputDelta, tokenizer: Tokenizer) -> list[dict[int, Logprob] | None]:
     """Log-probabilities of the prompt, if requested: they come with the first completion. The prompt's first token has
-    none.
+    no log-probability.
     """
     return [None if item is None else by_token_id(item, tokenizer) for item in first.prompt_logprobs or (None,)]
 

@@ -155,7 +155,7 @@ class AsyncLLMEngine(_Engine):
         """Nothing to do: models take only text."""
 
     async def reset_encoder_cache(self) -> None:
-        """There is none: models take text alone."""
+        """Nothing to do: models take only text."""
 
     async def is_sleeping(self) -> bool:
         """False: an engine never sleeps here."""

@@ -40,7 +40,7 @@ class Refused:
     stop_profile = refused("stop_profile", "no profile was started")
     collective_rpc = refused("collective_rpc", _NO_CODE)
     apply_model = refused("apply_model", _NO_CODE)
-    encode = refused("encode", "embed(), classify() and score() name what they give")
+    encode = refused("encode", "embed(), classify() and score() imply the task")
     reward = refused("reward", "classify() gives the scores of a reward model's head")
     add_lora = refused("add_lora", "give lora_request to generate: an adapter is loaded with its first request")
     remove_lora = refused("remove_lora", _OWN_ADAPTERS)
@@ -68,7 +68,7 @@ class VllmMethods(Refused):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Requests from now on find no prefix that an earlier request has left. Its blocks go as others need them."""
-        _refuse_if(reset_running_requests, "reset_running_requests", "requests that run keep what they have found")
+        _refuse_if(reset_running_requests, "reset_running_requests", "running requests keep their cached blocks")
         _refuse_if(reset_connector, "reset_connector", "there are no KV connectors")
         self._engine.reset_prefix_cache()
         return True

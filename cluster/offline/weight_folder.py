@@ -32,8 +32,8 @@ class WeightFolder:
     def of(cls, weights: "str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]", base: Self) -> Self:
         """The folder that `weights` names, or one with these tensors and all else of `base`.
 
-        Raises `ConfigurationError` for a folder without a model, and `InvalidRequestError`, naming the tensor, for one
-        that `base` does not have, or that has another shape there.
+        Raises `ConfigurationError` for a folder without a model, and `InvalidRequestError`, naming the tensor, for a
+        tensor that `base` does not have, or that has another shape there.
         """
         if isinstance(weights, str | Path):
             folder = Path(weights).expanduser()

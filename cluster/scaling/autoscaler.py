@@ -117,7 +117,7 @@ class Autoscaler:
         )
         return more if more.num_replicas > seen.num_wanted else self._fewer(seen, seen.demand)
 
-    # --- what was seen ---
+    # --- observations ---
 
     def _note(self, seen: Seen, demand: ModelDemand) -> None:
         now_s = seen.now_s

@@ -147,7 +147,7 @@ class ScalingConfig(Settings):
     min_replicas: int = Field(
         1,
         ge=0,
-        description="minimum replicas of a model; 0: an idle model has none, and a new request waits for a start",
+        description="minimum replicas of a model; 0: an idle model has no replica, and a new request waits for a start",
     )
     target_ttft_s: float = Field(
         2.0, gt=0, description="target of the 90th percentile of the time to the first token in seconds"

@@ -2,7 +2,7 @@
 process.
 
 A file is mapped into the memory of its router, so that a note costs no call and outlives SIGKILL. The other routers of
-the machine watch the process, and one that starts later finds the file.
+the machine watch the process, and a router that starts later finds the file.
 """
 
 import asyncio

@@ -249,7 +249,7 @@ class DirectoryDeployment:
         self._directory.demands.pin(application, num_replicas, time.monotonic())
 
     async def order(self, change: Change) -> OperatorState:
-        """Applies a change and returns the state after it. Raises `CallerError` for one that cannot be.
+        """Applies a change and returns the state after it. Raises `CallerError` for an invalid one.
 
         A directory that has just been replaced waits until routers have reported the state before.
         """

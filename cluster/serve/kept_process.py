@@ -175,7 +175,7 @@ def kept_gcs(
     look_every_s: float = LOOK_EVERY_S,
     silent_s: float = SILENT_S,
 ) -> Iterator[None]:
-    """Keeps the GCS for as long as the block lasts, and ends one that hangs. `say` hears of each loss.
+    """Keeps the GCS for as long as the block lasts, and ends a hanging one. `say` hears of each loss.
 
     `answers` asks the GCS something and says whether it has answered in a few seconds.
     """
@@ -235,7 +235,7 @@ STOP_S: Final = 5.0
 def front_process(config: HoldfastConfig, warn: Callable[[str], None]) -> Iterator[str]:
     """Yields `host:port` of a front that runs for as long as the block does; empty if no front is configured.
 
-    Raises `ConfigurationError` for one that cannot be started.
+    Raises `ConfigurationError` if it cannot be started.
     """
     if config.cluster.http_front_port is None:
         yield ""
@@ -257,11 +257,11 @@ def command_of(config: HoldfastConfig) -> list[str]:
     host = cluster.host or LOOPBACK
     if security.tls_client_ca is not None:
         raise ConfigurationError(
-            "cluster.http_front_port with security.tls_client_ca: routers ask for a certificate of a client, and the "
-            "front has none; run `holdfast front` with --routers-cert and --routers-key, or unset one of the two"
+            "cluster.http_front_port with security.tls_client_ca: routers require a client certificate, which the "
+            "front lacks; run `holdfast front` with --routers-cert and --routers-key, or unset one of the two"
         )
     scheme = "http" if security.tls_cert is None else "https"
-    called = LOOPBACK if host in ("0.0.0.0", "::") else host  # what is listened on is the caller's choice
+    called = LOOPBACK if host in ("0.0.0.0", "::") else host  # the caller chooses the address to listen on
     routers = [f"{scheme}://{called}:{http_port}" for _, http_port, _ in cluster.router_ports]
     command = [sys.executable, "-m", "holdfast", "front", "--routers", ",".join(routers), "--host", host]
     command += ["--port", str(cluster.http_front_port)]
@@ -278,7 +278,7 @@ class FrontProcess:
     effect: Final = "clients are answered again then"
 
     def __init__(self, command: list[str]) -> None:
-        """Returns once it listens. Raises `ConfigurationError` for one that does not."""
+        """Returns once it listens. Raises `ConfigurationError` if it does not."""
         self._command = command
         self.process, self.address = self._started()
         port = self.address.rpartition(":")[2]

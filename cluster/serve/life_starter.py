@@ -99,7 +99,7 @@ def import_for_forks(modules: Iterable[str]) -> None:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else NumPy starts threads when it is imported
     os.environ["RAY_JOB_ID"], os.environ["RAY_RAYLET_PID"] = NO_JOB, str(os.getppid())  # Ray reads them once
     os.environ["RAY_AUTH_MODE"] = "token"  # as well: a fork that reads the mode later would present no token
-    with loading():  # what has been imported stays shared: a collection would write to each of its objects
+    with loading():  # imported objects stay shared: a collection would write to each of them
         for name in modules:
             if name.startswith(("ray.", "holdfast.cluster.")):
                 draw_class_ids_from_the_kernel()

@@ -76,9 +76,9 @@ class PrivateRay:
 def private_ray(host: str, num_cpus: int, object_store_memory: int, forks: Path | None = None) -> Iterator[PrivateRay]:
     """Starts it with this many CPUs and this many bytes of shared memory, and ends all of it after the block.
 
-    All of its processes listen on the address `host` alone. Its workers are forked by the server at `forks`, else by
-    one that starts here. On the main thread, whose end is that of Ray's processes.
-    Raises what Ray raises where it does not start.
+    All of its processes listen on the address `host` alone. Its workers are forked by the server at `forks`, or else by
+    a new server. On the main thread, whose end is that of Ray's processes. Raises what Ray raises where it does not
+    start.
     """
     with ExitStack() as stack:
         tables = stack.enter_context(tables_folder())
@@ -185,7 +185,7 @@ def plain_ray_errors(address: str | None) -> Iterator[None]:
 def running_ray(config: ClusterConfig, pid: int | None) -> Iterator[None]:
     """Connects to the Ray of a running cluster: the one at `config.address`, or a private one of this machine and user.
 
-    Raises `ConfigurationError` where that is none, or more than one (see `running_cluster`).
+    Raises `ConfigurationError` if there is none, or more than one (see `running_cluster`).
     """
     address = config.address
     if address is None:

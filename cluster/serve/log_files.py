@@ -132,7 +132,7 @@ class DiscreetFormatter(logging.Formatter):
 
 
 class JsonFormatter(DiscreetFormatter):
-    """One object a line. What a record has as `details` (a mapping, such as the request's id) is among its fields."""
+    """One object a line. A record's `details` (a mapping, such as the request's id) are among its fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         said = {

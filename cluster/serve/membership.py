@@ -76,9 +76,9 @@ class WatchedDirectory:
         """Whether there are any."""
 
     async def watch(self) -> AsyncIterator[DirectoryView]:
-        """Every view once. A directory that was replaced may add replicas at first, not take any away; and it does not
-        know which models were removed, which therefore stay so until a replica serves them again, nor what was
-        ordered, which therefore holds on.
+        """Every view once. A directory that was replaced may at first add replicas, but not remove any. It does not
+        know which models were removed, so these stay removed until a replica serves them again, nor the operators'
+        orders, which stay in force.
         """
         known: DirectoryView | None = None
         seen_version = 0

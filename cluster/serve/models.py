@@ -111,7 +111,7 @@ def remove_all(namespace: str, timeout_s: float) -> None:
 
 
 def list_models(namespace: str) -> list[ClusterModel]:
-    """All models of a cluster, those that start or end included. Raises `ConfigurationError` without one."""
+    """All models of a cluster, including ones that start or end. Raises `ConfigurationError` without one."""
     snapshot: Snapshot = directory_of(namespace).watch.remote(0).result(timeout_s=_ANSWER_S)
     replicas = [member for member in snapshot.members if member.role is Role.REPLICA]
     applications = _applications(namespace)

@@ -125,6 +125,6 @@ class MemoryWatch:
                 self._seen[name] += ended
                 processes = "a process" if ended == 1 else f"{ended} processes"
                 self._say(
-                    f"out of memory: {name} has ended {processes} on this machine. Streams go on where there is "
-                    f"another replica, and what has ended starts again; {ADVICE}"
+                    f"out of memory: {name} has ended {processes} on this machine. Streams continue where there is "
+                    f"another replica, and ended processes are restarted; {ADVICE}"
                 )

@@ -52,7 +52,7 @@ def check_store(place: str | None) -> None:
 
 
 def check_ports(config: HoldfastConfig) -> None:
-    """Raises `ConfigurationError` for one that is taken."""
+    """Raises `ConfigurationError` for a port that is taken."""
     cluster = config.cluster
     firsts = {name: getattr(cluster, name) for name in ("port", "http_port", "admin_port")}
     wanted = [pair for ports in cluster.router_ports for pair in zip(firsts.items(), ports, strict=True)]

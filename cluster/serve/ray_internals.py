@@ -48,8 +48,8 @@ class HeadNode:
         worker: str,
         agent_command: Callable[[str], list[str]],
     ) -> None:
-        """Starts it with so many CPUs to count and so many bytes of shared memory, on the main thread, whose end is
-        that of Ray's processes. All of them listen on `host` alone.
+        """Starts it with this number of CPUs and bytes of shared memory, on the main thread: Ray's processes end with
+        it. All of them listen on `host` alone.
 
         `tables` is the folder of the GCS's tables. `setup_worker` and `worker` are the paths that a raylet starts in
         place of a worker, `agent_command` gives the first words of an agent's command line from the agent's services.

@@ -73,7 +73,7 @@ class ReplicaDeployment:
         domain_label: str | None = None,
         is_killable: bool = False,
     ) -> None:
-        """`settings_text`: what it says of its settings (`router_update.py`)."""
+        """`settings_text`: its reported settings (`router_update.py`)."""
         listen_on_the_node_alone()
         date_log_lines(config.telemetry.log_format)
         end_when_out_of_memory()
@@ -220,7 +220,7 @@ def _warn_of_domains(label: str, launcher: RayLauncher) -> None:
 
 
 async def _opened(replica: Replica, api: "ApiSettings", config: WorkerConfig, security: ClusterSecurity) -> "EngineApi":
-    from holdfast.cluster.serve.engine_api import EngineApi  # what it loads takes time, and few need it
+    from holdfast.cluster.serve.engine_api import EngineApi  # its imports take time, and few callers need it
 
     return await EngineApi.start(replica, api, config.scheduler, security)
 

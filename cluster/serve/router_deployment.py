@@ -146,7 +146,8 @@ class RouterDeployment:
             )
         except OSError as error:
             logger.warning(
-                "requests that end this router cannot be found, without a journal of what it reads: %s", error
+                "requests that end this router cannot be found, without a journal of the requests that it reads: %s",
+                error,
             )
             return
         self._following = asyncio.create_task(self._journals.follow(), name="crash journals")

@@ -138,7 +138,7 @@ def _wait(directory: Any, wanted: HoldfastConfig, report: Report) -> None:
 
 
 def _routers(directory: Any) -> list[Member]:
-    """All, those that start included; those that serve first."""
+    """All, including ones that start; serving ones first."""
     snapshot: Snapshot = directory.watch.remote(0).result(timeout_s=_ANSWER_S)
     routers = [member for member in snapshot.members if member.role is Role.ROUTER]
     return sorted(routers, key=lambda one: one.address is None)

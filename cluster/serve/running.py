@@ -26,7 +26,7 @@ class RunningCluster:
 
     namespace: str
     process: str
-    """The process that started it, with its start time: the note of one that was killed is worth nothing."""
+    """The process that started it, with its start time: the note of a killed process is ignored."""
     ray_address: str
     token: str
     serve_pid: int = 0
@@ -39,7 +39,7 @@ class RunningCluster:
         return ProcessId.parse(self.process).pid
 
     def is_below(self, pid: int) -> bool:
-        """Whether this process started the cluster, or keeps the one that did."""
+        """Whether this process started the cluster, or keeps the process that did."""
         return pid in (self.pid, self.serve_pid) or self.pid in descendants(pid)
 
     def __str__(self) -> str:

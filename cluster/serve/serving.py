@@ -182,7 +182,9 @@ def rollback_model(namespace: str, name: str, timeout_s: float) -> list[str]:
 
 
 def _fitted(config: HoldfastConfig) -> HoldfastConfig:
-    """Our own Ray counts CPUs for the models that it was started with. Another one shares what they have."""
+    """Our own Ray counts CPUs for the models that it was started with. Another model shares their directory and
+    routers.
+    """
     import ray
 
     wanted = config.most_replicas * config.parallel.tensor_parallel_size * config.cluster.cpus_per_rank

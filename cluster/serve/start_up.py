@@ -130,7 +130,7 @@ class StartUp:
         self._seen: dict[str, Member] = {}
 
     def show(self, snapshot: Snapshot) -> None:
-        """Shows what has changed since the last snapshot."""
+        """Shows the changes since the last snapshot."""
         if snapshot.members:
             self._report(STARTING, 1, 1)
         for member in snapshot.members:

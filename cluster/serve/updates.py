@@ -68,7 +68,7 @@ class UpdatePlan:
 
     model: str
     num_replicas: int | None = None
-    """Replicas of the new version; None: as many as the old one has."""
+    """Replicas of the new version; None: the old version's number."""
     share: float = 0.0
     """Share of new requests for a canary; 0: there is no canary."""
     watch_s: float = 60.0
@@ -117,7 +117,7 @@ class Update:
         if len(applications) != 1:
             way_out = "holdfast models rollback" if applications else "holdfast models add"
             raise ConfigurationError(
-                f"model {name!r} has {len(applications)} applications of its own, and an update needs one: {way_out}"
+                f"model {name!r} has {len(applications)} separate applications, and an update needs one: {way_out}"
             )
         serving = self._serving(self._steps.snapshot(), applications[0])
         if not serving:

@@ -172,7 +172,7 @@ def _judge_alone(subject: Subject, family: str, known: Sequence[Known], rounds: 
         (cached if settled else repeated).judge(reference, second if settled else third)
         (repeated if settled else cached).num_tried += 1
         if not settled:
-            one.answers = []  # nothing to compare with any more
+            one.answers = []  # nothing left to compare with
     if family == "seeded" and len(repeated.seen) * 2 > len(known):
         known_one, answer, choice, difference = repeated.seen[0]
         subject.found(

@@ -32,7 +32,9 @@ def finishes(subject: Subject, api: Api) -> Steps:
         short,
         lambda answer: _wrong_end(answer, longer[id(answer)]),
     )
-    subject.examine("usage.wrong", "usage counts what was asked and answered", [*whole, *short, *again], wrong_usage)
+    subject.examine(
+        "usage.wrong", "usage counts the tokens of prompt and answer", [*whole, *short, *again], wrong_usage
+    )
     _longer_prompts_count_more(subject, short, again)
     if subject.can(api, Feature.STREAM):
         yield from _streamed_usage(subject, [one for one in short if one.is_ok and one.usage])
@@ -57,7 +59,7 @@ def _wrong_end(short: Answer, whole: Answer) -> str:
 def wrong_usage(answer: Answer) -> str:
     """Says which count is wrong; empty: none."""
     if not answer.usage:
-        return "none is reported"
+        return "no usage is reported"
     prompt, completion, total = (answer.tokens_of(kind) for kind in ("prompt", "completion", "total"))
     if prompt is None or completion is None or total != prompt + completion:
         return f"{prompt} + {completion} is not {total}"
@@ -182,7 +184,7 @@ def echoes(subject: Subject, api: Api) -> Steps:
 
 
 def logprobs(subject: Subject, api: Api) -> Steps:
-    """Log-probabilities: as many as tokens, finite, of at most 1 in sum, with the chosen token as the likeliest."""
+    """Log-probabilities: one per token, finite, of at most 1 in sum, with the chosen token as the most likely."""
     if not subject.can(api, Feature.LOGPROBS):
         return
     answers = yield from alone(subject.ask(api, one.text, logprobs=True) for one in subject.prompts())

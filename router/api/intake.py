@@ -124,7 +124,7 @@ class DecodeWorker:
         self._giving_back: asyncio.TimerHandle | None = None
 
     async def run(self, num_bytes: int, decode: Callable[[], T]) -> T:
-        """Result of `decode` for a message of this size. Raises what it raises."""
+        """Result of `decode` for a message of this size. Raises its error."""
         if num_bytes <= INLINE_BYTES:
             return decode()
         self._num_waiting += 1

@@ -139,7 +139,7 @@ class Dispatch:
         return [*self._endings.close(state, RequestEvent.CANCEL), *self._drain(state.model, now)]
 
     def abort(self, key: SequenceKey, now: float) -> list[Action]:
-        """Ends a sequence after the output that it has, with finish reason ABORT. What is not open is ignored."""
+        """Ends a sequence after the output that it has, with finish reason ABORT. Unknown streams are ignored."""
         state = self._requests.get(key)
         if state is None:
             return []

@@ -81,7 +81,7 @@ class DispatchHost:
         self.news: deque[ClusterEvent] = deque(maxlen=NUM_NEWS)
         """Latest events of replicas, the oldest first."""
         self._unread: list[OutputStream] = []
-        """Streams whose requests are to be suspended after the current actions."""
+        """Streams whose requests will be suspended after the current actions."""
         self._unread_limit: UnreadLimit | None = None
         if max_unread_tokens is not None:
             self._unread_limit = UnreadLimit(

@@ -1,4 +1,4 @@
-"""Outages: how long requests wait for a replica of a model that has none, and the error that they get after that.
+"""Outages: the time that requests wait for a replica of a model without one, and the error that they get after that.
 
 The wait is the same whether the replicas were lost or the model is scaled to zero, where the first request starts a
 replica; only the limits differ.

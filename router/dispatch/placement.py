@@ -181,7 +181,7 @@ class Placement:
         self.queue.put_back(state, now)
 
     def lose_all(self, replica: ReplicaState, now: float) -> list[RequestState]:
-        """A replica was lost. Requeues its requests, except those that must not be retried, which are returned.
+        """A replica was lost. Requeues its requests, except requests that must not be retried, which are returned.
 
         The loss of a retiring replica is expected, so its requests are not suspected.
         """

@@ -52,7 +52,7 @@ COPY_COST: Final = 2
 """Cost of each token of another copy of a cached prefix besides its computation: memory, and other requests' time."""
 
 MAX_COPY_TOKENS: Final = 4 * TOKENS_PER_SEQUENCE
-"""A copy costs no more than that, however long the prefix is."""
+"""A copy costs at most this, however long the prefix is."""
 
 LOAD_BOUND: Final = 1.25
 """Session affinity holds up to this multiple of the mean load: c of consistent hashing with bounded loads."""
@@ -138,7 +138,9 @@ class RoutingSnapshot(NamedTuple):
         return first, rest[self.random_index(len(rest))]
 
     def draw_of(self, mask: int) -> Slot | None:
-        """The less loaded of two open replicas out of a set, given as the bits of an integer; None if none is open."""
+        """The less loaded of two open replicas out of a set, given as the bits of an integer; None if no slot is
+        open.
+        """
         scores = self.scores
         if not mask & (mask - 1):
             only = mask.bit_length() - 1

@@ -164,7 +164,7 @@ class PrefixHolders:
 
 class PrefixIndex:
     """The hashes of the blocks that one replica has cached, kept in its model's `PrefixHolders` as well; and of its
-    snapshots, where the model keeps states: then a request begins with the last one that it comes by.
+    snapshots, if the model keeps states: then a request begins with the last snapshot on its path.
     """
 
     __slots__ = ("_bit", "_holders", "_kind", "blocks")

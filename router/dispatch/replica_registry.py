@@ -6,7 +6,7 @@ A replica is *up* from its hello to the loss of its link, and *retiring* while i
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from holdfast.router.config import RouterConfig
+from holdfast.router.config import PREFIX_POLICIES, RouterConfig
 from holdfast.router.dispatch.circuit_breaker import CircuitBreaker
 from holdfast.router.dispatch.load_table import PartOfLoads
 from holdfast.router.dispatch.policy import CLOSED, POLICIES, RandomIndex, RoutingSnapshot, set_bits
@@ -82,7 +82,7 @@ class ReplicaRegistry:
         return self.replicas.get(replica_id)
 
     def choose(self, state: RequestState, version: str = "") -> ReplicaState | None:
-        """The replica for a request by its model's routing policy, or None if none is up and has room.
+        """The replica for a request by its model's routing policy, or None if no replica is up and has room.
 
         With a `version`, one of that version alone. A request without a version goes to a canary by its id: the canary
         gets its share; requests that find no room there go to the other replicas, and all others never go to the canary
@@ -93,7 +93,7 @@ class ReplicaRegistry:
             only = model.replicas[0]
             return only if version in ("", only.version) and only.takes_more(is_trial=is_trial) else None
         table = model.table
-        state.prefix_match = table.holders.match(state.prefix) if model.policy == "prefix_aware" else NO_MATCH
+        state.prefix_match = table.holders.match(state.prefix) if model.policy in PREFIX_POLICIES else NO_MATCH
         if model.has_roles:
             chosen = self._choose_by_role(model, state, version)
         else:
@@ -312,7 +312,9 @@ class ReplicaRegistry:
                 del state.missing[next(iter(state.missing))]
 
     def gone_at(self, model: str, version: str) -> float | None:
-        """When a version that no replica has is given up, a retired one at once; None for one that a replica has."""
+        """When a version that no replica has is given up, a retired one at once; None for a prefix that a replica
+        has.
+        """
         since = self._models[model].missing.get(version)
         if since is None or (model, version) in self._operator_state.retired:
             return since

@@ -270,7 +270,7 @@ class RequestStream:
                 self.close()
 
     def close(self) -> None:
-        """Cancels open sequences. Nothing is to be polled any more."""
+        """Cancels open sequences. Ends polling."""
         if self._host is not None:
             for stream in reversed(self.streams):
                 self._host.close(stream)

@@ -16,7 +16,7 @@ class _Group:
     def __init__(self) -> None:
         self.open: dict[RequestState, None] = {}
         self._ended = ""
-        """The version of one that has ended with output."""
+        """The version of an ended request with output."""
 
     def remove(self, state: RequestState) -> None:
         del self.open[state]

@@ -74,8 +74,8 @@ def borrowed(num_tokens: int, token_s: float, move_s: float) -> tuple[float, int
 def local_s(num_new: int, num_elsewhere: int, token_s: float, move_s: float, num_running: int) -> float:
     """Cost in seconds of a prompt that is computed where it is decoded: until it is there, and what others wait.
 
-    `num_new` tokens have to be computed before its first one, those ahead of it among them; `num_elsewhere` of its own
-    are cached in another replica. The `num_running` streams beside it are delayed by the computed tokens.
+    `num_new` tokens have to be computed before its first one, those ahead of it among them; `num_elsewhere` of its
+    tokens are cached in another replica. The `num_running` streams beside it are delayed by the computed tokens.
     """
     there_s, num_computed = borrowed(num_elsewhere, token_s, move_s) if num_elsewhere > 0 else (0.0, 0)
     return num_new * token_s + there_s + LATE_TOKEN * (num_new + num_computed) * token_s * num_running

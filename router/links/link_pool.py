@@ -98,7 +98,7 @@ class LinkPool:
             self._links.clear()
 
     def kill(self, replica_id: str) -> None:
-        """The replica's process is to end at once. It must be one that is up."""
+        """The replica's process is to end at once. The replica must be up."""
         self._links[replica_id].kill()
 
     async def apply(self, operator_state: OperatorState) -> None:

@@ -189,7 +189,7 @@ class Overload:
         return self._refused(OverloadAction.STOP_ACCEPTING, "it takes no new connections")
 
     def check_new(self, priority: Priority, *, is_resumed: bool, now: float, is_guest: bool = False) -> None:
-        """Raises `OverloadedError` for a request that is to be shed now. A resumed one goes on after output; a guest's
+        """Raises `OverloadedError` for a request that must be shed now. A resumed one goes on after output; a guest's
         has come on a connection that was made while none was taken.
         """
         self._update(now)  # the loop may have stalled since the last probe

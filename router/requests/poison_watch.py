@@ -78,7 +78,7 @@ def lasting_parts(message: bytes) -> list[memoryview]:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int, int]]:
-    """(number, begin, end) of each field of a message. Raises `IndexError`, `ValueError` for what is none."""
+    """(number, begin, end) of each field of a message. Raises `IndexError`, `ValueError` for malformed bytes."""
     at, size = 0, len(message)
     for _ in range(_MAX_FIELDS):
         if at == size:
@@ -138,7 +138,7 @@ class Journal(Protocol):
         """Notes a request that is read from here on, and returns the number of its place."""
 
     def clear(self, place: int) -> None:
-        """Clears the entry of a request that is not read any more."""
+        """Clears the entry of a request that is no longer being read."""
 
 
 class NoJournal:
@@ -272,7 +272,7 @@ class PoisonWatch:
         return bool(self._cleared) and any(cleared == digest for cleared, _ in self._cleared)
 
     def end_trial(self, digest: str, *, is_cleared: bool) -> None:
-        """A suspect is read no more."""
+        """The suspect is no longer being read."""
         self._is_trial_on = False
         if is_cleared and (known := self._losses.pop(digest, None)) is not None:
             self._cleared |= dict.fromkeys(((digest, router) for router in known), self.now())
@@ -346,4 +346,5 @@ def end_reading(error: BaseException | None = None) -> None:
 
 def _convicted(num_lost: int) -> str:
     routers = "a router has ended" if num_lost == 1 else f"{num_lost} routers have ended, one after the other,"
-    return f"{routers} while reading this request; it is refused for {FORGET_S / 60:g} minutes, lest it end all of them"
+    refused = f"it is refused for {FORGET_S / 60:g} minutes, since it may end all of them"
+    return f"{routers} while reading this request; {refused}"

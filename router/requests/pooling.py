@@ -116,6 +116,6 @@ class PoolingDesk:
 
 def _pairs(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
     if len(queries) not in (1, len(documents)) or not documents:
-        limit = f"must be one, or as many as the documents: {len(documents)}"
+        limit = f"must be one, or one per document: {len(documents)}"
         raise InvalidRequestError("queries", len(queries), limit)
     return list(zip([*queries] * (len(documents) // len(queries)), documents, strict=True))

@@ -52,7 +52,7 @@ class ReadingJournal:
         _HEAD.pack_into(self._buffer, 0, _MAGIC, monotonic_s, False, False)
 
     def enter(self, digest: str, poison_risk: PoisonRisk, *, is_known_good: bool) -> int:
-        """Place 0 is none."""
+        """Place 0 means none."""
         if not self._free or not digest:
             return 0
         place = self._free.pop()

@@ -166,7 +166,7 @@ class RequestAdmission:
     def model(self, name: str) -> ModelStatus:
         """A model that was served here; an empty name means the only model that the caller may use.
 
-        Raises `UnknownModelError`, `InvalidRequestError` (a name is needed), `ReplicaError` (none is up yet),
+        Raises `UnknownModelError`, `InvalidRequestError` (a name is needed), `ReplicaError` (no replica is up yet),
         `PermissionDeniedError`.
         """
         caller = self._gate.caller()
@@ -294,7 +294,7 @@ def _check_adapter(request: EngineRequest, resume: ResumeRecord) -> None:
     before, now = adapter_of(resume.fingerprint), request.adapter_digest
     if resume.fingerprint and (not now.startswith(before) if before else bool(now)):
         name = request.adapter.name if request.adapter is not None else "the model alone"
-        reason = f"{name} is another adapter now than the one that began the answer"
+        reason = f"{name} is another adapter now than at the beginning of the answer"
         raise VersionGoneError(name, f"lora-{before}" if before else version_of(resume.fingerprint), reason)
 
 

@@ -65,8 +65,8 @@ class RequestProcessor:
         overload: Overload | None = None,
         head_line_rules: Collection[str] = (),
     ) -> None:
-        """Without a `gate` every request is permitted, without a `tracer` none is traced, without an `overload` manager
-        none is shed.
+        """Without a `gate` every request is permitted; without a `tracer` there are no traces; without an `overload`
+        manager no request is shed.
         """
         self._dispatch_host = dispatch_host
         self._gate = gate or Gate()

@@ -1,8 +1,9 @@
 """Sessions, as one router sees them: requests that continue each other, their cached tokens, and the time saved.
 
-A request belongs to the session that it names, or to that whose last prompt its own begins with: a chat's next turn
-begins with all that came before. So sessions are found of clients that name none. Clients whose prompts begin with a
-line that changes with each call find no prefix: they are listed with the rule that would help (`text/head_lines.py`).
+A request belongs to the session that it names, or to the session whose last prompt is a prefix of its prompt: a chat's
+next turn begins with the whole conversation before. So sessions are found of clients that name none. Clients whose
+prompts begin with a line that changes with each call find no prefix: they are listed with the rule that would help
+(`text/head_lines.py`).
 """
 
 from array import array

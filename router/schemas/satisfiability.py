@@ -20,8 +20,8 @@ three rounds.
 
 
 class FiniteValues:
-    """Whether schemas of a document have finite values. Made from the current document; raises `SchemaError` for one
-    that is too entangled.
+    """Whether schemas of a document have finite values. Made from the current document; raises `SchemaError` for a
+    document that is too entangled.
     """
 
     def __init__(self, root: Any, references: References) -> None:

@@ -48,7 +48,7 @@ class ValueTypes:
         return self._known[id(schema)]
 
     def of_property(self, name: str) -> Any:
-        """The schema of a property of the root, wherever the root has it; None where it has none."""
+        """The schema of a property of the root, wherever the root has it; None without a type."""
         found = [item for part in self._parts(self._root) if (item := _property(part, name)) is not None]
         return {"anyOf": found} if len(found) > 1 else found[0] if found else None
 

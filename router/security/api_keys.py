@@ -1,6 +1,6 @@
 """API keys: what each may do, and the ring of them that a presented key is looked up in. Plain data, without IO.
 
-A file holds the SHA-256 of each key and never a key. Keys have 256 random bits, so none is found by guessing. A slow
+A file holds the SHA-256 of each key and never a key. Keys have 256 random bits, so guessing is hopeless. A slow
 hash such as scrypt would protect nothing, and would cost tens of milliseconds for every request, also of strangers.
 """
 

@@ -1,4 +1,4 @@
-"""Ports of one router: its servers, where each listens, and their end. What is served there is given to them."""
+"""Ports of one router: its servers, where each listens, and their end. Servers there get them as their ports."""
 
 import logging
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Conversation store: items in order; responses append their input and output.
 
 Items are added at the end, some at a time, all of them or none. Two responses at the same time both read the items that
-existed when they began; the one that ends first is stored first.
+existed when they began; the first to end is stored first.
 """
 
 import json

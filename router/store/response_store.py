@@ -81,7 +81,7 @@ class ResponseStore:
         turns = await self.database.run(lambda connection: self._chain(connection, tenant, response_id, max_bytes))
         field, last = "previous_response_id", turns[0].previous_id if turns else response_id
         if last is not None and len(turns) < MAX_TURNS:
-            raise InvalidRequestError(field, response_id, f"must be stored: {last!r} is not, or no more")
+            raise InvalidRequestError(field, response_id, f"must be stored: {last!r} is not, or was deleted")
         if last is not None:
             raise InvalidRequestError(field, response_id, f"must continue at most {MAX_TURNS} responses")
         return turns

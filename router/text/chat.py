@@ -100,9 +100,9 @@ def render_chat(
     `special_tokens` are the names that templates use (`bos_token`, `eos_token`, ...), see `Tokenizer.special_tokens`.
     With `continue_final_message` the prompt ends with the last message's content.
 
-    Raises `InvalidRequestError` for messages that are malformed or that the template refuses or does not show,
-    `TemplateBudgetError`, which is one, for a template that takes more than so many `steps` or makes too long a text,
-    and `ConfigurationError` for a template that does not compile.
+    Raises `InvalidRequestError` for messages that are malformed or that the template refuses or does not show, its
+    subclass `TemplateBudgetError` for a template that takes more than `steps` steps or makes too long a text, and
+    `ConfigurationError` for a template that does not compile.
     """
     if template is None:
         way_out = "send a text prompt instead, or serve it with a template (--chat-template)"

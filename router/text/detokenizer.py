@@ -100,7 +100,7 @@ class IncrementalDetokenizer:
         return bool(self._run.token_ids) and not self._run.is_broken
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is now final. Unknown ids have none."""
+        """The text that is now final. Unknown ids have no text."""
         self.guess = ""
         texts: list[str] = []
         for token_id in token_ids:

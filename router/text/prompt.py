@@ -31,7 +31,7 @@ def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence
     without a limit.
     """
     wanted = params.truncate_prompt_tokens
-    assert wanted is not None, "nothing is to be cut"
+    assert wanted is not None, "no truncation"
     num_kept = wanted if wanted > 0 else max(1, max_sequence_len - (params.max_tokens or 1))
     return token_ids[:num_kept] if params.truncate_right else token_ids[-num_kept:]
 
@@ -134,7 +134,7 @@ def check_logits_settings(params: SamplingParams, vocab_size: int) -> None:
     """Raises `InvalidRequestError`, naming the parameter, if one has a token id outside the vocabulary."""
     allowed = params.allowed_token_ids or ()
     if len(allowed) > vocab_size:
-        limit = f"must have at most as many token ids as the vocabulary, {vocab_size}"
+        limit = f"must have at most one token id per entry of the vocabulary, {vocab_size}"
         raise InvalidRequestError("sampling_params.allowed_token_ids", len(allowed), limit)
     for name, token_ids in (
         ("stop_token_ids", params.stop_token_ids),

@@ -342,7 +342,7 @@ def _check_widths(name: str, given: Iterable[Any]) -> None:
 def _check_format(budget: Budget, pattern: Any, given: list[Any]) -> None:
     text = str(pattern)
     if _WIDE.search(text):
-        raise SpentError(f"it formats to a width of more than {MAX_WIDTH - 1}, or to one that is not written out")
+        raise SpentError(f"it formats to a width of more than {MAX_WIDTH - 1}, or to a width that is not a literal")
     num_chars = budget.spend_parts(given, CHARS_PER_STEP)
     budget.spend_text(len(text) + (text.count("%") + text.count("{")) * num_chars)
 

@@ -36,7 +36,8 @@ class StopStringMatcher:
     def push(self, text: str, *, may_match: bool = True) -> str:
         """The text that is now certain to be part of the output; empty after a match.
 
-        Without `may_match`, a stop string that ends in `text` is ignored; one that begins in it may still match later.
+        Without `may_match`, a stop string that ends in `text` is ignored; a stop string that begins in it may still
+        match later.
         """
         if not self._stop:
             return text

@@ -230,8 +230,8 @@ class TokenizerRegistry:
         raise AssertionError("a prompt beyond the model's length has passed")
 
     async def echo(self, model: str, asked: GenerationRequest, request: EngineRequest) -> str:
-        """The text that `echo` puts before the output of what was asked, which has become `request`; of a chat, the
-        rendered prompt.
+        """The text that `echo` puts before the output of the original request, which has become `request`; of a chat,
+        the rendered prompt.
         """
         prompt = asked.prompt if asked.chat is None else request.prompt_token_ids
         arguments = self._tokenizers[model], prompt, request.prompt_token_ids, request.sampling_params

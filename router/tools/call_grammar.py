@@ -218,7 +218,7 @@ def tool_grammar(
     (`single_tokens`). With `reasoning`, a name of `REASONING_TAGS`, the output may begin with reasoning.
 
     Raises `InvalidRequestError`, naming the field, for a schema that cannot be enforced, or that a format without types
-    of its own cannot write.
+    cannot write.
     """
     if choice.mode == "none" or (choice.mode == "auto" and not any(tool.is_strict for tool in tools)):
         return ""

@@ -79,7 +79,7 @@ class HarmonySplitter:
         text = self._held.lstrip()
         if not _may_be_header(text) or (MESSAGE not in text and len(text) > _MAX_HEADER):
             self._begin("content")
-            self._emit(self._held[:1])  # so that it is no head any more
+            self._emit(self._held[:1])  # so that it is not taken for a header again
             self._held = self._held[1:]
             return bool(self._held)
         end = text.find(MESSAGE)

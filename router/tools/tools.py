@@ -62,7 +62,9 @@ class ToolChoice:
 
 
 def checked_tools(value: object, field: str = "tools") -> tuple[Tool, ...]:
-    """The tools of a chat request in OpenAI's shape; None has none. Raises `InvalidRequestError`, naming the field."""
+    """The tools of a chat request in OpenAI's shape; None if there are no tools. Raises `InvalidRequestError`, naming
+    the field.
+    """
     if value is None:
         return ()
     if not is_list(value):

@@ -191,7 +191,7 @@ def _gemma_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str)
     kinds = ["string"] if text_schema(types, parameter.name) else schema.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if not kinds or len(name) > _MOST_NESTED:
-        limit = "must have a type, and no more than a few levels: the model's tool calls do not write it as JSON"
+        limit = "must have a type, and at most a few levels: the model's tool calls do not write it as JSON"
         raise InvalidRequestError(_place(tool, parameter), tool.name, limit)
     whole = _Parameter(parameter.name, {**_definitions(parameter.schema), **schema}, parameter.is_required)
     written = [_NESTED[kind](rules, tool, whole, f"{name}_{kind}") for kind in _NESTED if kind in kinds]

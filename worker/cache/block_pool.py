@@ -36,7 +36,7 @@ class Lodger(Protocol):
         ...
 
     def make_way(self, age: Age | None) -> bool:
-        """Gives back the blocks of its oldest thing, if that is older than this. False: it has none."""
+        """Gives back the blocks of its oldest thing, if that is older than this. False: there is none."""
         ...
 
     def note_evicted(self, block_hash: bytes) -> None:
@@ -95,7 +95,7 @@ class BlockAllocator:
 
     @property
     def oldest(self) -> Age | None:
-        """Age of the next cached block to be evicted; None: none is."""
+        """Age of the next cached block to be evicted; None if no block is."""
         lines = enumerate((self._evictable, self._lasting, self._kept))
         return next(((number, next(iter(line.values()))) for number, line in lines if line), None)
 

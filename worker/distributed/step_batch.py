@@ -204,7 +204,7 @@ class StepBatch:
 
     @property
     def has_pending(self) -> bool:
-        """Whether a token is to be put in."""
+        """Whether to insert a token."""
         return bool((self.token_ids < 0).any())
 
     @classmethod

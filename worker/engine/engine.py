@@ -65,10 +65,10 @@ class Engine:
         gpu: Callable[[], GpuStats] | None = None,
         num_scheduler_steps: int = 1,
     ) -> None:
-        """`runner` has two steps in flight if it is an `OverlappingRunner`. `progress` is what it moves inside a step,
-        if it does. `tuner` watches the steps and sets their limits where tuning is on; `clock` gives seconds.
-        `gpu` measures the GPU, if there is one. Decodes may take up to `num_scheduler_steps` steps on one plan, if the
-        runner runs several.
+        """`runner` has two steps in flight if it is an `OverlappingRunner`. `progress` is the counter that it moves
+        inside a step, if it does. `tuner` watches the steps and sets their limits where tuning is on; `clock` gives
+        seconds. `gpu` measures the GPU, if there is one. Decodes may take up to `num_scheduler_steps` steps on one
+        plan, if the runner runs several.
         """
         self.progress = progress or ProgressCounter()
         self.progress.clock = clock

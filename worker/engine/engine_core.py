@@ -181,7 +181,7 @@ class EngineCore:
             self._keep([finished])
 
     def _release(self, attempt: Hashable) -> None:
-        """Submits a held request as a new one that keeps its deadline."""
+        """Submits a held request as a new one with the same deadline."""
         held = self.held.take(attempt)
         num_disk_tokens = 0 if held.restore is None else held.restore.num_hit_tokens
         self._submit(held.request, held.listener, held.arrived_s, attempt, num_disk_tokens)

@@ -81,7 +81,9 @@ def num_slices(length: int, num_heads: int) -> int:
 
 
 def shares_evenly(num_heads: int, num_kv_heads: int, size: int) -> bool:
-    """Whether each of `size` ranks can have as many query and KV heads: KV heads divide, or are repeated evenly."""
+    """Whether each of `size` ranks can have the same number of query and KV heads: KV heads divide, or are repeated
+    evenly.
+    """
     return num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
 
 

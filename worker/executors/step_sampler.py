@@ -44,7 +44,9 @@ class HeadOutput:
     sampled: "Sampled | None" = None
     """Samples, if the device has drawn in the step itself."""
     pooled: "NDArray[np.float32] | None" = None
-    """[rows that are pooled, hidden]: states behind the final norm, of the CPU executor; None: the batch has none."""
+    """[rows that are pooled, hidden]: states behind the final norm, of the CPU executor; None: the batch has no
+    grammar.
+    """
 
 
 class Sampled(NamedTuple):
@@ -53,7 +55,7 @@ class Sampled(NamedTuple):
     token_ids: list[int]
     """One for each draw; `NO_TOKEN` where the row has a NaN, or its best logit is infinite."""
     logprobs: list[TokenLogprob | None]
-    """One for each draw, None where none is requested. Empty if no draw requests any."""
+    """One for each draw, None if not requested. Empty if no draw requests any."""
     prompt_logprobs: list[TokenLogprob]
     """One for each requested prompt token."""
 

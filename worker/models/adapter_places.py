@@ -145,7 +145,7 @@ class AdapterPlaces:
                 error = float((found[one.outputs] - one.sums).abs().max())
                 if not error <= _PROOF_LIMIT * one.usual:  # NaN is refused, too
                     raise folder.refused(
-                        f"{one.name}: what is added to fixed inputs is not the product of its matrices in {dtype} (it "
+                        f"{one.name}: its addition to fixed inputs is not the product of its matrices in {dtype} (it "
                         f"differs by {error:.3g}, of numbers up to {one.usual:.3g})"
                     )
                 has_effect = has_effect or bool(one.sums.any())

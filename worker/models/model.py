@@ -77,7 +77,7 @@ class RankModel:
             module.paged_attention = attention(index)
 
     def detach(self) -> None:
-        """Removes all that was attached, and with it the cache."""
+        """Removes all attached modules, and with them the cache."""
         for module in self._attentions:
             del module.paged_attention
 

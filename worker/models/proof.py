@@ -146,7 +146,7 @@ def check(executor: Executor, answers: Answers, group: TensorParallelGroup) -> P
             error = _worst_of_ranks(asked.answer.excess(executor.run_layer(asked.index, asked.states)), group)
             worst = max(worst, error)
             if error > 1.0:
-                reason = f"layer {asked.index} is wrong by {error:.3g} times what is allowed"
+                reason = f"layer {asked.index} is wrong by {error:.3g} times the allowed error"
                 return Proof(reason=reason, layer_error=worst, model_error=0.0)
         logits = executor.run_model(answers.token_ids)
         excess = torch.zeros(()) if logits is None else _excess_of_logits(answers.logits, logits)

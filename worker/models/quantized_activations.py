@@ -45,5 +45,5 @@ def check_quantized_activations(config: ModelConfig, device: str) -> None:
 
 
 def refused(reason: str) -> ConfigurationError:
-    """The error of a model that is to be served in int8, for a reason."""
+    """The error of a model that shall be served in int8, with the reason."""
     return ConfigurationError(f"model.quantized_activations = 'int8': {reason}; {_WAY_OUT}")

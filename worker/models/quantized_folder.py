@@ -182,8 +182,8 @@ def _words(codes: Tensor) -> Tensor:
 def quantization_config(
     scheme: StoredScheme, schemes: Mapping[str, WeightScheme], plain: Sequence[str], heads: Iterable[str]
 ) -> dict[str, Any]:
-    """The `quantization_config` of a model: `schemes` by the names of modules that are quantized, `plain` those that
-    are not. Heads are targets by their names: vLLM does not take them for linears.
+    """The `quantization_config` of a model: `schemes` by the names of quantized modules, `plain` the unquantized ones.
+    Heads are targets by their names: vLLM does not take them for linears.
     """
     kinds = list(dict.fromkeys(schemes.values()))
     kinds.sort(key=lambda kind: kind.bits)  # that of most linears first

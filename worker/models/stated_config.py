@@ -96,7 +96,7 @@ def _check_layers(config: Any, family: Family) -> None:
     if num_shared := getattr(config, "num_kv_shared_layers", None):
         kinds = config.layer_types
         if len(kinds) <= num_shared or not set(kinds) <= set(kinds[:-num_shared]):
-            raise NotStated(f"num_kv_shared_layers = {num_shared}: no layer of a kind has keys and values of its own")
+            raise NotStated(f"num_kv_shared_layers = {num_shared}: no layer of a kind computes keys and values")
 
 
 # --- rotary angles ---

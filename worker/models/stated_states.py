@@ -211,7 +211,7 @@ class DeltaNetBuilder:
         return torch.cat(parts).squeeze(1)
 
     def _of_value_heads(self, name: str) -> Tensor:
-        """Numbers as they are stored: what is rounded here would change every decay."""
+        """Numbers as they are stored: rounding here would change every decay."""
         return self._share.vector(name, (self._value_heads,)).narrow(0, *self._share.part(self._value_heads))
 
 

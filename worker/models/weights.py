@@ -160,7 +160,7 @@ def torch_dtype(raw: Mapping[str, Any]) -> torch.dtype | None:
 def _written_dtype(raw: Mapping[str, Any]) -> str | None:
     """The type that a config.json names, as torch spells it; None where it names none.
 
-    Raises `ConfigurationError` for one that no model is served in.
+    Raises `ConfigurationError` for a dtype that no model is served in.
     """
     key = "dtype" if raw.get("dtype") is not None else "torch_dtype"
     written = raw.get(key)

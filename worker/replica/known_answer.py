@@ -253,5 +253,5 @@ class KnownAnswerCheck:
         try:
             self.ask()
         except HoldfastError as error:
-            logger.debug("no self-check any more, the engine has ended: %s", error)
+            logger.debug("no further self-checks, the engine has ended: %s", error)
             self.stop()

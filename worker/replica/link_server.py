@@ -42,7 +42,7 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 4_000),
-    ("grpc.http2.ping_timeout_ms", 4_000),  # the one that newer gRPC cores go by
+    ("grpc.http2.ping_timeout_ms", 4_000),  # the option that newer gRPC cores read
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_pings_without_data", 0),

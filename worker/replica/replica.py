@@ -239,7 +239,7 @@ class Replica:
             logger.debug("leaving a group that is broken already: %s", error)
         if self._heartbeat_pipe is not None:
             self._heartbeat_pipe.cut()
-        take_back()  # the caller's own objects may be among those that were set aside
+        take_back()  # the caller's objects may be among the objects that were set aside
 
     def _begin(self) -> None:
         self.engine.on_end = self._fail

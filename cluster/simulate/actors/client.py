@@ -248,7 +248,7 @@ class SimulatedClient:
         self._check_reports(expected, delta)
         sequence.text += delta.text
         if before and version_of(delta.system_fingerprint) != version_of(before):
-            raise Violation(f"{self}: {delta} is of another version than what has come: {before}")
+            raise Violation(f"{self}: {delta} is of another version than the earlier output: {before}")
         if delta.replayed_without_guarantee:
             raise Violation(f"{self}: {delta} says that it may differ")
         if not expected.text.startswith(sequence.text):

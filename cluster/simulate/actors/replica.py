@@ -58,7 +58,7 @@ class SimulatedReplica(Process):
         self.transfers = transfers
         self.shape = shape
         self.costs = costs
-        # Those that wait anew, after a preemption, come on top of those that have never run.
+        # Requests that wait again after a preemption come on top of those that have never run.
         self.max_num_waiting = shape.scheduler.max_num_waiting + shape.scheduler.max_num_seqs
         self.slowness = 1.0
         """Factor on the time of a step."""
@@ -236,7 +236,7 @@ class SimulatedReplica(Process):
     @property
     def _max_steps(self) -> int:
         """Steps of a plan. Several, though the steps take longer than those that a real engine would run on one plan:
-        arrivals wait meanwhile, and nothing else may come of it.
+        arrivals wait meanwhile, which must have no other effect.
         """
         scheduler = self.shape.scheduler
         return 1 if scheduler.async_scheduling else scheduler.num_scheduler_steps

@@ -63,7 +63,7 @@ class SimulatedReplicaLink:
         for delta in update.deltas:
             due = self._due.pop(delta.attempt, None)
             if due != delta.first_token_index:
-                raise Violation(f"{self._replica}: {delta}, and what was due is {due}")
+                raise Violation(f"{self._replica}: {delta}, and the expected one is {due}")
             if delta.finish_reason is None:
                 self._due[delta.attempt] = due + len(delta.token_ids)
         for rejection in update.rejections:
@@ -114,7 +114,7 @@ class ReplicaShape:
     state_blocks: int = 0
     """Number of blocks whose memory one slot occupies; 0: slots have separate memory."""
     window: Window | None = None
-    """Window of layers that give their blocks back; None: the model has none."""
+    """Window of layers that give their blocks back; None: the model keeps no states."""
     num_drafts: int = 0
     """Tokens guessed ahead for a sequence, at most."""
     make_proposer: Callable[[], Proposer] | None = None

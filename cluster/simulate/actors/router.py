@@ -88,7 +88,8 @@ class SimulatedRouter(Process):
         apis: ApiSettings | None = None,
         hangs_after_s: float | None = None,
     ) -> None:
-        """Calls are read with a lag of up to `max_lag_s`, most of them with little; what has come by then is merged.
+        """Calls are read with a lag of up to `max_lag_s`, mostly with a short one; output that arrived by then is
+        merged.
 
         Without `apis` every call is admitted at once, and its loop is never busy. Without `hangs_after_s` it has no
         hang supervisor.
@@ -309,7 +310,7 @@ class SimulatedRouter(Process):
             self._restart()
 
     def _note_output(self, connection: Connection) -> None:
-        """Schedules the reading of what has come."""
+        """Schedules the reading of arrived output."""
         if not self._unread:
             self.after(self._max_lag_s * self._rng.random() ** 8, self._read_all)
         self._unread[connection] = None

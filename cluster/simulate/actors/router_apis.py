@@ -249,8 +249,8 @@ class RouterApis:
         return cost_s + self._wait_for_lock_s(cost_s)
 
     def _wait_for_lock_s(self, cost_s: float) -> float:
-        """Seconds that the loop waits for the interpreter's lock, which a thread may hold. A loop that was idle asks
-        for it first; one that has more to do gets every other time slice.
+        """Seconds that the loop waits for the interpreter's lock, which a thread may hold. An idle loop gets it first;
+        a busy loop gets every other time slice.
         """
         now, jobs, switch_s = self._host.timeline.now, self._decodings, self._settings.costs.switch_s
         while jobs and jobs[0][1] <= now:

@@ -63,7 +63,7 @@ class Incoming:
     """Blocks of the next one."""
     ready: deque[Piece] = field(default_factory=deque)
     free_s: float = 0.0
-    """When the connection has sent what it was given."""
+    """Time at which the connection has sent all its data."""
     is_over: bool = False
 
     def settle(self, names: Sequence[bytes], num_blocks: int) -> None:
@@ -130,7 +130,7 @@ class SimulatedTransfers:
         self._open.clear()
 
     def deliver(self, incoming: Incoming, rows: Piece) -> None:
-        """Sends blocks behind those that were sent before."""
+        """Sends blocks after the earlier ones."""
         digests = [row.digest for _, row in rows]
         changed = [(name, self._changed(row)) for name, row in rows]
         begins_s = max(incoming.free_s, incoming.asker.now())

@@ -17,7 +17,7 @@ from holdfast.worker.scheduler.step_time import StepCosts
 def print_results(console: Console, results: Sequence[CapacityResult], slo_ttft_s: float, slo_tpot_s: float) -> None:
     """Milliseconds at the median, the 90th and the 99th percentile; requests a second; busiest over mean replica.
 
-    Loads of several rates are compared by what was asked for.
+    Loads of several rates are compared by their requested rates.
     """
     are_several = len({result.rate for result in results}) > 1
     last = ("asked/s", "good/s", "served/s") if are_several else ("good/s", "served/s", "max/mean", "cached")

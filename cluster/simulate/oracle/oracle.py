@@ -1,8 +1,8 @@
 """Oracle of the simulator: the expected completion of a request, computed from the request alone.
 
-No batch, no cache, no chunks, no failure. It is written to be obviously right, and shares no code with what it judges:
-tokens one after the other, each from the request and all tokens before it (`oracle.py`), and text decoded and searched
-as a whole at each token.
+No batch, no cache, no chunks, no failure. It is written to be obviously right, and shares no code with the code under
+test: tokens one after the other, each from the request and all tokens before it (`oracle.py`), and text decoded and
+searched as a whole at each token.
 """
 
 import re
@@ -74,7 +74,7 @@ def _worth(request: EngineRequest, output: bytes, token_id: int, score: int) -> 
 
 
 def _may_follow(grammar: str, output: bytes) -> set[int]:
-    """Tokens after `output`, in which each finished object is struck out, from the inside, until none is left."""
+    """Tokens after `output`, in which each finished object is struck out, from the inside out."""
     ends, items, most = grammar.split(":")
     opener, closer = list(ends)
     text = PseudoCodec().decode(output, skip_special_tokens=False)
@@ -146,7 +146,7 @@ def _right_output(request: EngineRequest, num_room: int) -> tuple[bytes, str, Fi
 
 
 def _stop_cut(request: EngineRequest, before: str, text: str) -> int | None:
-    """Position where the text is cut if a stop string is complete in what is new since `before`."""
+    """Position where the text is cut if a stop string is complete in the text after `before`."""
     params = request.sampling_params
     for end in range(len(before) + 1, len(text) + 1):
         found = [stop for stop in params.stop_strings if text[:end].endswith(stop)]

@@ -4,7 +4,7 @@ The keys and values are the tokens themselves, in real blocks, and the whole pre
 draw. So a block that is used twice, freed too early or listed in the wrong order changes the output. A model that keeps
 states has a digest of its tokens in slots beside them: where it is not that of the prefix, it shows. Everything else
 comes from the plan, as in `worker/engine/model_runner.py`. `PROPOSERS` are draft proposers of such a replica: the real
-n-gram lookup, one that is nearly always right, one that never is.
+n-gram lookup, a proposer that is nearly always right, and one that is never right.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -109,7 +109,7 @@ def draw_attack(rng: random.Random, seed: int, span_s: float, num_routers: int, 
     kind = rng.choice(CLASSES)
     most = limits.max_message_bytes - 2**10
     num_bytes = int(most ** rng.uniform(0.7, 1.0))
-    if kind in (LARGE_FIELDS, TOKEN_LISTS) and rng.random() < 0.5:  # as many as other bounds let in
+    if kind in (LARGE_FIELDS, TOKEN_LISTS) and rng.random() < 0.5:  # the number that other bounds admit
         num_bytes = BIAS_BYTES * (MAX_FIELDS // 3 - 2) if kind == LARGE_FIELDS else limits.max_prompt_tokens
     return Attack(
         kind=kind,
@@ -154,7 +154,7 @@ def check_decoding(attack: Attack, routers: Sequence[SimulatedRouter]) -> None:
 
 
 def check_resets(attack: Attack, routers: Sequence[SimulatedRouter], limits: LimitsConfig, end_s: float) -> None:
-    """Checks that clients with too many resets were cut off: a router looks at no more calls than the budgets of
+    """Checks that clients with too many resets were cut off: a router looks only at the calls that the budgets of
     anonymous callers and of the attackers' address allow, and at the calls that arrive before a connection is closed.
     """
     num_looked_at, seconds = sum(router.num_resets for router in routers), BURST_S + end_s - attack.time_s

@@ -153,7 +153,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListClusterModels(self, request, context):
-        """ListClusterModels returns every model of the cluster, including those that start or end.
+        """ListClusterModels returns every model of the cluster, including ones that start or end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

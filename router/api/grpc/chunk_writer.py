@@ -75,7 +75,7 @@ class ChunkWriter:
     def _go_on(self, _: "asyncio.Future[Any] | None" = None) -> None:
         """Drives the coroutine of a write, as a task would."""
         writing = self._writing
-        if writing is None:  # `close` came when what it waits for was done, and this was to be called next
+        if writing is None:  # `close` came after the awaited write was done, and before the next one
             return
         try:
             waits_for = writing.send(None)

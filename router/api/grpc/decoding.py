@@ -87,7 +87,7 @@ class StagedReads:
         try:
             await arrived
         except grpc.aio.BaseError:
-            pass  # `read` raises it again, and knows what it means
+            pass  # `read` raises it again, and handles it
         except asyncio.CancelledError:
             read.close()
             raise

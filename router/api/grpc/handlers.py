@@ -209,7 +209,7 @@ async def _abort(context: Context, error: Exception, trailers: Metadata) -> NoRe
         await context.abort(status.code, status.message, (*status.trailing_metadata, *trailers))
     except grpc.aio.AbortError as aborted:
         task = asyncio.current_task()
-        assert task is not None, "each call runs in a task of its own"
+        assert task is not None, "each call runs in its own task"
         task.add_done_callback(partial(_forget, aborted))
         raise
 

@@ -161,7 +161,7 @@ def given_request_id(context: Context) -> str:
 
 
 def with_request_id(message: inference_pb2.GenerateRequest, context: Context) -> inference_pb2.GenerateRequest:
-    """The message with the id of the metadata, where it has none of its own."""
+    """The message with the id of the metadata, if it has no id itself."""
     given = given_request_id(context)
     if not message.request_id:
         message.request_id = given

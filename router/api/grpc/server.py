@@ -199,7 +199,7 @@ def _options(config: RouterConfig, limits: LimitsConfig) -> list[tuple[str, int]
         ("grpc.max_metadata_size", limits.max_header_bytes),
         ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
         ("grpc.max_allowed_incoming_connections", limits.max_connections),
-        # By default gRPC cancels calls at random once 1,000 wait to be handled, and those that have waited for 30 s.
+        # By default gRPC cancels calls at random once 1,000 wait to be handled, and calls that have waited for 30 s.
         # Here all are handled, and rejected with a reason if there is no room. Calls beyond a connection's limit wait
         # in the client.
         ("grpc.max_concurrent_streams", config.max_concurrent_streams),

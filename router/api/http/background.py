@@ -162,7 +162,7 @@ class BackgroundResponses:
         job.pieces = []
         submission = Submission(identity=identity, attempt=job.num_claims, record=known)
         computing = asyncio.create_task(self._compute(run, submission))
-        computing.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may ask for it
+        computing.add_done_callback(lambda task: task.cancelled() or task.exception())  # no client may ask for it
         try:
             is_mine = True
             while is_mine and not computing.done():

@@ -69,7 +69,7 @@ class BatchLines:
         """Stops computing in this router; other routers continue the jobs."""
         self._is_stopping = True
         self._looks.set()
-        await asyncio.wait([self._looking])  # to its end: what it claims must be put back
+        await asyncio.wait([self._looking])  # to its end: claimed jobs must be put back
         for task in self._runs:
             task.cancel()
         if self._runs:

@@ -160,7 +160,7 @@ class CompletionBody(Body):
 
     prompt: str | Listed[str] | Listed[int] | Listed[Listed[int]]
     add_special_tokens: bool | None = None
-    """False: a prompt's text has those that the model expects around it already."""
+    """False: a prompt's text already has the special tokens that the model expects around it."""
 
 
 class ChatFields(BaseModel):

@@ -226,7 +226,7 @@ class ChatChunks:
         return bool(delta.logprobs) or (bool(self._body.return_token_ids) and bool(delta.token_ids))
 
     def _told(self, index: int, output_delta: OutputDelta, deltas: list[dict[str, Any]]) -> bytes:
-        """The events of a delta, with those that waited for it, whose text comes to some deltas."""
+        """The events of a delta, with held-back events of earlier ones, whose text comes late."""
         events = b"" if index in self._begun else self._beginning(index, output_delta)
         self._num_completion_tokens += len(output_delta.token_ids)
         if not deltas and output_delta.finish_reason is None:

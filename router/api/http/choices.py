@@ -90,7 +90,7 @@ def times_of(usage: Usage) -> dict[str, float]:
 
 
 def finish_of(reason: FinishReason | None) -> str | None:
-    """The finish reason in OpenAI's words, which have none for an abort."""
+    """The finish reason in OpenAI's words, which do not include an abort."""
     return None if reason is None else "stop" if reason is FinishReason.ABORT else str(reason)
 
 

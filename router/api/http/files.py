@@ -66,7 +66,7 @@ class FileEndpoints:
         try:
             size = await self._received(request, form, files, tenant, file_id)
             file = _described(form, file_id, size)
-        except Exception:  # raised again; what is cancelled is dropped after `UPLOAD_S`
+        except Exception:  # raised again; a cancelled upload is dropped after `UPLOAD_S`
             await files.drop(tenant, file_id)
             raise
         await files.end(tenant, file, file["expires_at"])

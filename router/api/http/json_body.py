@@ -187,7 +187,7 @@ class Reads(BaseModel):
         return {name: values for (own, _, name), values in places if own == path}
 
     def _object(self, path: str) -> Mapping[str, Any]:
-        """The fields of an object; none where there is none. Those that a model declares are known."""
+        """The fields of an object; none where there is none. Fields that a model declares are known."""
         own, _, inner = path.partition(".")
         value = getattr(self, own)
         if inner:

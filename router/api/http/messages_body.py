@@ -188,7 +188,7 @@ def _marks_in(content: object, field: str, number: int, kinds: Container[str]) -
 
 
 def _ttl_of(block: MessagesBody | Mapping[str, Any], field: str) -> int | None:
-    """Seconds that a block's mark asks for; None: it has none. Raises `InvalidRequestError`, naming the field."""
+    """Seconds that a block's mark asks for; None: it sets none. Raises `InvalidRequestError`, naming the field."""
     mark = block.get("cache_control") if isinstance(block, Mapping) else block.cache_control
     if mark is None:
         return None

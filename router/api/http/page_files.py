@@ -1,7 +1,7 @@
 """The page that every router serves at `/`: a chat, and a view of the cluster. Files without a build step.
 
-They are static and hold no data: the page reads what it shows from the endpoints that all clients call,
-with the reader's key.
+They are static and hold no data: the page reads its data from the endpoints that all clients call, with the reader's
+key.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

@@ -123,12 +123,12 @@ class RequestReader:
         content = await self.content(request)
         if (known := request.scope.get(SUBMISSION)) is not None:
             return known, content
-        num_bytes = len(content) if RESUME in request.headers else 0  # a resume record is to be read too
+        num_bytes = len(content) if RESUME in request.headers else 0  # a resume record follows
         read = partial(Submission.read, request.headers, content, self._limits)
         return await self._decode_worker.run(num_bytes, read)
 
     async def content(self, request: Request) -> bytes:
-        """The bytes of a request's body, which must be called JSON, as many as are allowed."""
+        """The bytes of a request's body, which must have the content type of JSON, up to the maximum size."""
         check_json(request)
         parts, size, most = [], 0, self._limits.max_message_bytes
         with arriving() as take:

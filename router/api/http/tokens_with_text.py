@@ -40,7 +40,7 @@ class TextOffsets:
         self._has_text = params.detokenize
         self._text = text
         self._at = start
-        """Characters before the last run of byte tokens, and before what is not a whole character yet."""
+        """Characters before the last run of byte tokens, and before an incomplete character."""
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._run = _Run()
         self._context: list[int] | None = None

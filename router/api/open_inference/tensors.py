@@ -24,7 +24,7 @@ class Datatype:
     contents: str
     """The field of the typed form."""
     number: struct.Struct | None
-    """The raw form of an element, little-endian; None: a length and so many bytes."""
+    """The raw form of an element, little-endian; None: a length and that many bytes."""
 
 
 BYTES: Final = Datatype("BYTES", "bytes_contents", None)
@@ -51,7 +51,7 @@ def input_values(
     """The elements of each input, by name. Raises `InvalidRequestError` for a type that is not in `datatypes`."""
     num_raw = len(message.raw_input_contents)
     if num_raw not in (0, len(message.inputs)):
-        limit = f"must have as many as there are inputs, {len(message.inputs)}, or none"
+        limit = f"must have one per input, {len(message.inputs)}, or none"
         raise InvalidRequestError("raw_input_contents", num_raw, limit)
     found: dict[str, Sequence[Value]] = {}
     for index, tensor in enumerate(message.inputs):

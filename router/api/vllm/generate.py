@@ -47,9 +47,7 @@ def generation_request(message: vllm_engine_pb2.GenerateRequest, request_id: str
 
 
 def sampling_params(message: vllm_engine_pb2.SamplingParams) -> SamplingParams:
-    """Stop strings are kept in the text, which this protocol does not send; its last message names the one that
-    matched.
-    """
+    """Stop strings are kept in the text, which this protocol does not send; its last message names the matched one."""
     fields: dict[str, Any] = {"max_tokens": None}
     fields |= {name: getattr(message, name) or 1 for name in _ONE_IF_ZERO}
     fields |= {name: getattr(message, name) for name in _AS_THEY_ARE}
@@ -157,7 +155,7 @@ def output_logprobs(logprobs: Sequence[TokenLogprob]) -> vllm_engine_pb2.OutputL
 def input_logprobs(
     prompt_token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]
 ) -> vllm_engine_pb2.InputLogProbs | None:
-    """None where there are none; the first token has none."""
+    """None if none are requested; the first token has none."""
     known = [item for item in logprobs if item is not None]
     if not known:
         return None

@@ -63,7 +63,7 @@ def test_what_a_model_does_not_give_is_refused(llm, tiny_model, http):
         (lambda: llm.classify("hello"), "gives vectors, no scores of labels"),
         (lambda: llm.embed("x" * 400), "maximum context length is 256 tokens"),
         (lambda: llm.embed("x", PoolingParams(dimensions=65)), "dimensions = 65: must be at least 1, and at most 64"),
-        (lambda: llm.score(["a", "b"], ["c"]), "must be one, or as many as the documents: 1"),
+        (lambda: llm.score(["a", "b"], ["c"]), "must be one, or one per document: 1"),
     ):
         with pytest.raises(InvalidRequestError, match=words):
             call()

@@ -80,7 +80,7 @@ async def test_a_conversation_is_read_oldest_turn_first_within_its_tenant(place)
     with pytest.raises(NotFoundError):
         await store.get("u", "b")
     await store.delete("t", "b")
-    with pytest.raises(InvalidRequestError, match="'b' is not, or no more"):
+    with pytest.raises(InvalidRequestError, match="'b' is not, or was deleted"):
         await store.turns("t", "c", PLENTY)
     assert (await store.get("u", "a")).input[0]["content"] == "of another tenant"
     with pytest.raises(InvalidRequestError, match="at most 10 bytes"):

@@ -58,7 +58,7 @@ def differences(family: Family) -> list[str]:
         "scaled layers": family.output_scale is not None,
         "layers that share keys and values": family.shared_kv is not None,
         "inputs of layers' own": family.own_inputs is not None,
-        "a bias of choice": family.moe is not None and family.moe.selection_bias is not None,
+        "a selection bias": family.moe is not None and family.moe.selection_bias is not None,
         "sinks": family.sinks,
         "[latent attention](latent-attention.md)": family.latent,
         "scales": scaled,

@@ -43,7 +43,7 @@ BAD = {
     "an adapter of another model": {"change": put(f"{Q}.lora_A.weight", torch.ones(8, 64))},
     "has a NaN": {"change": put(f"{Q}.lora_A.weight", torch.full((8, 32), torch.nan))},
     "must be a matrix of a floating type": {"change": put(f"{Q}.lora_A.weight", torch.ones(8, 32, dtype=torch.int32))},
-    "none that is served": {"change": put(f"{PREFIX}lm_head.weight", torch.ones(8, 32))},
+    "is not supported: only linears": {"change": put(f"{PREFIX}lm_head.weight", torch.ones(8, 32))},
     "is no linear of this model": {
         "change": lambda config, tensors: (
             config["target_modules"].append("router"),

@@ -84,7 +84,7 @@ def test_what_is_set_stays_within_what_is_configured_and_advice_may_go_beyond():
     found = only(machine.tuner.get_recommendations())
     assert (found.setting, found.current, found.recommended) == ("max_num_seqs", 8, 32)
     assert "requests of" in found.reason
-    assert "keeps to what is configured" in found.reason
+    assert "keeps to the configured value" in found.reason
     assert machine.scheduler.policy.limits.max_num_seqs == 8
 
 

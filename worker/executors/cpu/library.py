@@ -195,6 +195,6 @@ def check_outcome(outcome: int, work: str) -> None:
     if outcome == OUT_OF_MEMORY:
         raise ReplicaError(f"there is no memory for {work}")
     if outcome == _FORKED:
-        raise ReplicaError("this process was forked from the one that loaded the model, without its threads")
+        raise ReplicaError("this process was forked after the model was loaded, and lacks its threads")
     if outcome < 0:
         raise ReplicaError(f"the native library failed at {work} (outcome {outcome})")

@@ -65,7 +65,7 @@ def populate(pages: Pages, begin: int, end: int) -> bool:
 
 
 class KvPrefault:
-    """A thread for the pages of all layers. Small caches have none."""
+    """A thread for the pages of all layers. Small caches have no such log."""
 
     def __init__(
         self,

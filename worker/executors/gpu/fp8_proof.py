@@ -33,7 +33,7 @@ def fp8_difference(
         qkv = _rows(attention_of(layout.layers[index]), step)
         what = _difference(layers, index, qkv, step, plain, small)
         if what is not None:
-            return f"{what} in fp8 of layer {index} differ from what they should be on this device"
+            return f"{what} in fp8 of layer {index} are stored or read wrongly on this device"
     return None
 
 

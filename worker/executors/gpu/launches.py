@@ -77,8 +77,8 @@ class StepTensors:
 
 @dataclass(frozen=True, slots=True)
 class SplitSpace:
-    """Memory for the sums of attention splits that are separate programs; flat, float32. Room for as many as
-    `MOST_OUTSIDE` programs of the widest tile.
+    """Memory for the sums of attention splits that are separate programs; flat, float32. Room for `MOST_OUTSIDE`
+    programs of the widest tile.
     """
 
     totals: Tensor

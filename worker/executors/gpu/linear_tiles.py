@@ -110,7 +110,7 @@ class _Matrix:
         check_finite(rows.scales)
         self.scales[place] = self._in_order(rows.scales)
         if self.offsets is not None:
-            assert rows.offsets is not None, "a form says what it has"
+            assert rows.offsets is not None, "by the form's rules"
             check_finite(rows.offsets)
             self.offsets[place] = self._in_order(rows.offsets)
 

@@ -85,7 +85,7 @@ def read_header(path: Path, given: str) -> Header:
 
 
 def parts_of(path: Path, given: str) -> tuple[Path, ...]:
-    """The file itself, or all parts of the split one that it belongs to. Raises `ConfigurationError` for a missing
+    """The file itself, or all parts of its split file. Raises `ConfigurationError` for a missing
     file.
     """
     found = _PART.fullmatch(path.name)

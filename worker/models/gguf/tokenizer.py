@@ -204,7 +204,7 @@ def _bpe(vocabulary: dict[str, int], merges: Sequence[Any], **settings: Any) -> 
     try:
         return Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges), **settings))
     except Exception as error:  # the library raises bare Exception
-        raise NotUnderstood(f"has a vocabulary that is none of BPE's: {error}") from error
+        raise NotUnderstood(f"has a vocabulary that is not a BPE vocabulary: {error}") from error
 
 
 def _merges(vocabulary: Mapping[str, int], ranks: Sequence[float], mergeable: set[str]) -> list[tuple[str, str]]:

@@ -122,7 +122,7 @@ class QuantizedWeight(StoredMatrix):
         form, codes, floating = self.code_form, self.codes.unsigned, self.codes.floating
         used, _ = self._used_groups()
         if form is None:
-            raise ValueError("a weight without a form of codes has none")
+            raise ValueError("a weight that is not stored as codes has none")
         blocks = torch.arange(first, last)[:, None] // self.block_rows
         offsets = None
         if form.offset is Offset.ZERO_POINTS:

@@ -240,7 +240,7 @@ def test_an_operator_drains_a_replica_under_a_chat_and_puts_it_back():
             undisturbed = await page.chat_again()
             busy = next(replica for replica in replicas if not replica.is_idle)
             await page.do(lambda: page.button_of(busy, "button").click())
-            await page.until(lambda: "gets nothing new" in page.find("#order")[0].text)
+            await page.until(lambda: "gets no new requests" in page.find("#order")[0].text)
             await page.until(lambda: page.button_of(busy, "button").text == "Undrain")
             assert await page.ended() == "true"
             assert page.text == undisturbed

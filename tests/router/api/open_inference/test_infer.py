@@ -122,7 +122,7 @@ REFUSED = {
     "a wrong datatype": (lambda: infer(stream=b"x"), "stream.datatype", "must be BOOL"),
     "a wrong shape": (lambda: reshaped(2), "text_input.shape", "1 BYTES elements"),
     "a negative shape": (lambda: reshaped(-1), "text_input.shape", "1 BYTES elements"),
-    "too few raw tensors": (lambda: shortened(), "raw_input_contents", "as many as there are inputs"),
+    "too few raw tensors": (lambda: shortened(), "raw_input_contents", "must have one per input"),
     "a raw tensor that is cut": (lambda: cut(), "text_input.raw_input_contents", "in the middle"),
     "both forms": (lambda: both(), "text_input.contents", "raw_input_contents"),
     "shared memory": (lambda: shared(), "text_input", "shared memory"),

@@ -241,7 +241,7 @@ WRONGS = {
 def test_a_device_that_stores_or_reads_another_bit_is_refused(kernel, argument):
     runner = runs.Runner(layout_of("llama"), num_blocks=2, launch=Wrong(kernel, argument))
     batch = runs.batch_of([Part(0, tokens(9), [0])], 32)
-    reason = f"{WRONGS[kernel, argument]} in fp8 of layer 0 differ from what they should be on this device"
+    reason = f"{WRONGS[kernel, argument]} in fp8 of layer 0 are stored or read wrongly on this device"
     assert runner.executor.kv_code_difference(batch) == reason
 
 
@@ -270,4 +270,4 @@ def test_a_model_is_loaded_with_its_cache_in_fp8_and_has_numerics_of_its_own(mon
     assert made.numerics == "gpu-native-1+kv-e4m3-1"
     assert made.allocate_cache(2, 16).layers[0].keys.dtype == torch.uint8
     refused = backend.make_backend(llama, group, **sizes, kv_cache_dtype="fp8")
-    assert refused == "keys in fp8 of layer 0 differ from what they should be on this device"
+    assert refused == "keys in fp8 of layer 0 are stored or read wrongly on this device"

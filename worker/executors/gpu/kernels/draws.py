@@ -51,7 +51,7 @@ POSITION = tl.constexpr(WORDS["position"])
 
 FINITE = tl.constexpr(1)
 BROKEN = tl.constexpr(2)
-"""Flags of a chunk: it has a finite logit; it has one that is NaN or infinite."""
+"""Flags of a chunk: it has a finite logit; it has a NaN or infinite logit."""
 LANES = tl.constexpr(32)
 SPACE_BLOCKS = tl.constexpr(64)
 """Blocks whose masses are added in one go: 16 lanes of all tokens that are left, and 16 of those above the bar."""

@@ -1,7 +1,7 @@
 """Functions of Triton kernels with the native sampler's bits: exponentials, logarithms, noise, ordered sums.
 
 Only IEEE operations, explicit fused multiply-adds and sums of a written order live here; denormals count as zero, as
-there (`worker/executors/cpu/native/functions.h`, `words.h`). What is computed with them does not.
+there (`worker/executors/cpu/native/functions.h`, `words.h`). Results of such operations do not.
 """
 
 import triton
