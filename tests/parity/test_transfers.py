@@ -172,6 +172,24 @@ def test_states_come_with_their_prefix(tmp_path, prompts):
         assert second.stats().num_received_tokens >= 150
 
 
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_models_with_windows_are_told_the_same_by_what_another_replica_has(has_disk, tmp_path, prompts):
+    """Blocks of a window's own stay where they are, and the prompt is computed. With a disk all blocks are of one kind,
+    and go.
+    """
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    sizes = {"max_position_embeddings": 512, "sliding_window": 40, "num_hidden_layers": 4}
+    folder = save_tiny_model("gemma3_text", tmp_path / "model", layer_types=kinds, **sizes)
+    workers = [config(folder, tmp_path / name if has_disk else None) for name in ("one", "other")]
+    asked = [
+        request("long", (prompts[0] * 4)[:200], 50),
+        request("further", [*(prompts[0] * 4)[:150], *prompts[1]], 50),
+    ]
+    with two_replicas(*workers) as (first, second):
+        told_the_same(first, second, asked)
+        assert (second.stats().num_received_tokens >= 150) == has_disk
+
+
 def damage(monkeypatch) -> None:
     seal = CheckSealer.seal
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.worker.cache.window_blocks import WindowBlocks, WindowPrefix
-from holdfast.worker.config import WorkerConfig
+from holdfast.worker.config import SpeculationConfig, WorkerConfig
 from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.executors.cpu.cache import BlockForm
 from holdfast.worker.models.memory import MemoryEstimator
@@ -167,6 +167,20 @@ def test_forks_are_told_what_they_are_told_alone(leader, requests):
     scheduler = scheduler_of(leader, prefix_caching=False)
     assert run_all(scheduler, leader, siblings) == apart
     assert scheduler.stats().num_forked_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["larger blocks for all", "larger blocks for windows"])
+def test_with_a_draft_model_they_are_told_the_same(name, folder_of, requests):
+    """It is the model itself, and keeps all of its own keys and values."""
+    config = config_of(folder_of(name))
+    expected = alone_on(kept_whole(config), requests)
+    drafts = SpeculationConfig(speculative="draft", draft_model=config.model.model)
+    leader = load(config.model_copy(update={"speculation": drafts}))
+    assert leader._runner.info.window is not None
+    for values in ({}, {"max_num_batched_tokens": 48}, {"num_blocks": 40}):
+        scheduler = scheduler_of(leader, speculation=drafts, max_num_seqs=3, **values)
+        assert [run_all(scheduler, leader, requests) for _ in range(2)] == [expected] * 2
+        assert scheduler.stats().num_accepted_tokens > 20
 
 
 def test_ranks_give_back_alike(folder, requests, alone):
