@@ -9,6 +9,8 @@ from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.worker.errors import InvalidRequestError
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
+from tests.router.api.http.test_batches import CHATS, line, results, submitted, until_over
+from tests.router.api.http.test_stored_responses import storing
 from tests.router.api.open_inference.messages import infer, unary
 from tests.router.api.test_messages_by_api import asked, say
 from tests.router.api.vllm.test_generate import api, ask, told
@@ -132,3 +134,21 @@ async def test_a_request_with_an_image_is_refused_by_name_over_the_protocol_of_v
         (field,) = fields
         assert (answer.code, answer.field) == ("INVALID_ARGUMENT", field)
         assert "models read text alone" in answer.message
+
+
+@on_a_loop
+async def test_a_line_with_an_image_is_refused_by_name_and_the_others_go_on(tmp_path):
+    chats = [line("a"), line("b", messages=[say("user", [TEXT, OPENAI])]), line("c")]
+    response = line("a", "/v1/responses", input=[say("user", [RESPONSES])])
+    response["body"].pop("max_tokens")
+    async with storing(tmp_path) as (_, client):
+        for lines, endpoint, name, kind in (
+            (chats, CHATS, "messages[0].content[1].type", "image_url"),
+            ([response], "/v1/responses", "input[0].content[0].type", "input_image"),
+        ):
+            over = await until_over(client, (await submitted(client, lines, endpoint=endpoint)).id)
+            assert (over.request_counts.completed, over.request_counts.failed) == (len(lines) - 1, 1)
+            (refused,) = await results(client, over.error_file_id)
+            assert refused["response"]["status_code"] == 400
+            told = refused["response"]["body"]["error"]
+            assert (told["param"], kind in told["message"]) == (name, True)

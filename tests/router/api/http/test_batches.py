@@ -115,27 +115,6 @@ async def test_text_completions_and_responses_are_lines_too(tmp_path):
 
 
 @on_a_loop
-async def test_a_line_with_an_image_is_refused_by_name_and_the_others_go_on(tmp_path):
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    parts = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
-    shown = [{"type": "text", "text": "What is this?"}, image]
-    chats = [line("a"), line("b", messages=[{"role": "user", "content": shown}]), line("c")]
-    response = line("a", "/v1/responses", input=[{"role": "user", "content": [parts]}])
-    response["body"].pop("max_tokens")
-    async with storing(tmp_path) as (_, client):
-        for lines, endpoint, name, kind in (
-            (chats, CHATS, "messages[0].content[1].type", "image_url"),
-            ([response], "/v1/responses", "input[0].content[0].type", "input_image"),
-        ):
-            over = await until_over(client, (await submitted(client, lines, endpoint=endpoint)).id)
-            assert (over.request_counts.completed, over.request_counts.failed) == (len(lines) - 1, 1)
-            (refused,) = await results(client, over.error_file_id)
-            assert refused["response"]["status_code"] == 400
-            told = refused["response"]["body"]["error"]
-            assert (told["param"], kind in told["message"]) == (name, True)
-
-
-@on_a_loop
 async def test_what_is_wrong_with_a_file_is_told_by_line(tmp_path):
     wrong = [
         b"{",
