@@ -111,7 +111,7 @@ class CodeForm:
     offset: Offset
     """Offset of codes; `MIDDLE`, which is zero then, for floating-point codes."""
     scales: torch.dtype
-    """One of `units.SCALE_TYPES`; of minima too."""
+    """One of `SCALE_TYPES`; of minima too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -179,6 +179,20 @@ QWEN_EXPERTS: Final = {"decoder_sparse_step": 1, "mlp_only_layers": None, "norm_
 QWEN_MOE: Final = Moe(
     normalized="norm_topk_prob", num_experts="num_experts", inner="moe_intermediate_size", in_layer=is_sparse
 )
+DEEPSEEK_MOE: Final = Moe(
+    scoring="sigmoid",
+    selection_bias="gate.e_score_correction_bias",
+    num_groups=lambda config: int(config.n_group or 1),
+    top_groups=lambda config: int(config.topk_group or 1),
+    normalized="norm_topk_prob",
+    least_sum=lambda config: 1e-20,
+    scale=lambda config: float(config.routed_scaling_factor),
+    num_experts="n_routed_experts",
+    inner="moe_intermediate_size",
+    shared="shared_experts",
+    shared_inner=lambda config: config.moe_intermediate_size * config.n_shared_experts,
+    in_layer=lambda config, index: index >= config.first_k_dense_replace,
+)
 LAYER_BEHIND: Final = NextToken(
     base=lambda config: f"model.layers.{config.num_hidden_layers}.",
     layer="",

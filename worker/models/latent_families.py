@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from holdfast.worker.executors.layout_arithmetic import delta_state_length
-from holdfast.worker.models.family import DeltaPacking, Family, Moe
-from holdfast.worker.models.family_bases import LAYER_BEHIND, PLAIN
+from holdfast.worker.models.family import DeltaPacking, Family
+from holdfast.worker.models.family_bases import DEEPSEEK_MOE, LAYER_BEHIND, PLAIN
 
 
 def _derive(config: Any) -> None:
@@ -57,22 +57,8 @@ _V3: Final = replace(
     next_token=LAYER_BEHIND,
     scaling=_scaling,
     interleaved="rope_interleave",
-    moe=Moe(
-        scoring="sigmoid",
-        selection_bias="gate.e_score_correction_bias",
-        num_groups=lambda config: int(config.n_group or 1),
-        top_groups=lambda config: int(config.topk_group or 1),
-        normalized="norm_topk_prob",
-        least_sum=lambda config: 1e-20,
-        scale=lambda config: float(config.routed_scaling_factor),
-        num_experts="n_routed_experts",
-        inner="moe_intermediate_size",
-        shared="shared_experts",
-        shared_inner=lambda config: config.moe_intermediate_size * config.n_shared_experts,
-        in_layer=lambda config, index: index >= config.first_k_dense_replace,
-    ),
+    moe=DEEPSEEK_MOE,
 )
-assert _V3.moe is not None
 
 
 def _is_sparse(config: Any, index: int) -> bool:
@@ -133,7 +119,7 @@ LATENTS: Final[Mapping[str, Family]] = {
         next_token=None,
         interleaved=True,
         moe=replace(
-            _V3.moe,
+            DEEPSEEK_MOE,
             scoring="softmax",
             selection_bias=None,
             num_groups=lambda config: int(config.n_group) if _groups(config) else 1,
@@ -164,7 +150,7 @@ LATENTS: Final[Mapping[str, Family]] = {
         },
         aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
         partial=1.0,
-        moe=replace(_V3.moe, in_layer=_is_sparse),
+        moe=replace(DEEPSEEK_MOE, in_layer=_is_sparse),
     ),
     "kimi_linear": replace(
         _V3,
@@ -205,7 +191,7 @@ LATENTS: Final[Mapping[str, Family]] = {
         scaling=lambda config: float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5),
         state_lengths={"linear_attention": _kimi_state_length},
         delta_net=DeltaPacking.APART,
-        moe=replace(_V3.moe, in_layer=_is_sparse, parts=("w1", "w3", "w2")),
+        moe=replace(DEEPSEEK_MOE, in_layer=_is_sparse, parts=("w1", "w3", "w2")),
     ),
 }
 """Families by `model_type`."""

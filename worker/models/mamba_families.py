@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from holdfast.worker.models.family import Family, Mamba, MambaScales, Moe
-from holdfast.worker.models.family_bases import BARE, GRANITE, PLAIN
+from holdfast.worker.models.family_bases import BARE, DEEPSEEK_MOE, GRANITE, PLAIN
 
 LINEAR: Final = "linear_attention"
 _LAYERS: Final = frozenset({LINEAR, "full_attention"})
@@ -315,18 +315,9 @@ MAMBAS: Final[Mapping[str, Family]] = {
         gate_up=("up_proj",),
         mlp_bias="mlp_bias",
         activation="mlp_hidden_act",
-        moe=Moe(
-            scoring="sigmoid",
-            selection_bias="gate.e_score_correction_bias",
-            num_groups=lambda config: int(config.n_group),
-            top_groups=lambda config: int(config.topk_group),
-            normalized="norm_topk_prob",
-            least_sum=lambda config: 1e-20,
-            scale=lambda config: float(config.routed_scaling_factor),
-            num_experts="n_routed_experts",
-            inner="moe_intermediate_size",
+        moe=replace(
+            DEEPSEEK_MOE,
             parts=("up_proj", "down_proj"),
-            shared="shared_experts",
             shared_inner=lambda config: int(config.moe_shared_expert_intermediate_size),
             in_layer=lambda config, index: config.layer_types[index] == "moe",
         ),

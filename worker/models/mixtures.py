@@ -7,6 +7,7 @@ from typing import Final
 from holdfast.worker.models.family import Family, HeadNorms, Moe, MoeBeside, NormKind, OwnInputs, Windows
 from holdfast.worker.models.family_bases import (
     BARE,
+    DEEPSEEK_MOE,
     ERNIE,
     EXPERTS,
     GEMMA,
@@ -152,20 +153,7 @@ MIXTURES: Final[Mapping[str, Family]] = {
         head_norms=HeadNorms.ONE_FOR_EACH,
         has_head_norms="use_qk_norm",
         partial=0.5,
-        moe=Moe(
-            scoring="sigmoid",
-            selection_bias="gate.e_score_correction_bias",
-            num_groups=lambda config: int(config.n_group),
-            top_groups=lambda config: int(config.topk_group),
-            normalized="norm_topk_prob",
-            least_sum=lambda config: 1e-20,
-            scale=lambda config: float(config.routed_scaling_factor),
-            num_experts="n_routed_experts",
-            inner="moe_intermediate_size",
-            shared="shared_experts",
-            shared_inner=lambda config: config.moe_intermediate_size * config.n_shared_experts,
-            in_layer=lambda config, index: index >= config.first_k_dense_replace,
-        ),
+        moe=DEEPSEEK_MOE,
     ),
     "gpt_oss": replace(
         PLAIN,

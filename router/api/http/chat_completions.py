@@ -2,10 +2,9 @@
 and its answer whole or as a stream of chunks.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 from holdfast.router.api.chat_answer import call_prefix
 from holdfast.router.api.http.bodies import ChatBody, ChatFields
@@ -19,7 +18,7 @@ from holdfast.router.api.http.choices import (
     usage_of,
     whole_message,
 )
-from holdfast.router.api.http.event_stream import PLACE, Frame, frame_of, json_text
+from holdfast.router.api.http.event_stream import DONE, PLACE, Frame, event_of, frame_of, json_text
 from holdfast.router.api.http.sampling import chat_params, service_of
 from holdfast.router.chat import Chat, plain_message
 from holdfast.router.dispatch.request_stream import merged
@@ -29,8 +28,6 @@ from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.text.token_table import TokenTable
 from holdfast.router.tools.call_events import CallEvent
 from holdfast.router.tools.chat_style import ChatReader, Reasoning
-
-DONE: Final = b"data: [DONE]\n\n"
 
 NewReader: TypeAlias = Callable[[], ChatReader | None]
 """Makes what reads one choice's text; None where it is content as it stands."""
@@ -298,8 +295,3 @@ class ChatChunks:
         elif self._body.tells_usage:
             chunk["usage"] = None
         return event_of(chunk)
-
-
-def event_of(chunk: Mapping[str, Any]) -> bytes:
-    """A server-sent event of an object."""
-    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"

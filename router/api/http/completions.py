@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack
 from typing import Any, Final
 
 from holdfast.router.api.http.bodies import CompletionBody
-from holdfast.router.api.http.chat_completions import DONE, event_of
 from holdfast.router.api.http.choices import (
     TokenNames,
     completion_logprobs,
@@ -18,7 +17,7 @@ from holdfast.router.api.http.choices import (
     prompt_logprobs_of,
     usage_of,
 )
-from holdfast.router.api.http.event_stream import PLACE, Frame, frame_of, json_text
+from holdfast.router.api.http.event_stream import DONE, PLACE, Frame, event_of, frame_of, json_text
 from holdfast.router.api.http.sampling import completion_params, scores_only, service_of
 from holdfast.router.api.http.tokens_with_text import TextOffsets, TokensWithText
 from holdfast.router.generation import Generation, OutputDelta, Usage, together

@@ -16,7 +16,7 @@ import re
 import zlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
 from starlette.types import Receive, Scope, Send
 
@@ -150,6 +150,15 @@ PLACE: Final = "\x00place of the text\x00"
 
 json_text: Final = json.encoder.encode_basestring
 """JSON of a string, as `json.dumps` with `ensure_ascii=False`."""
+
+
+DONE: Final = b"data: [DONE]\n\n"
+"""The last event of OpenAI's streams."""
+
+
+def event_of(chunk: Mapping[str, Any]) -> bytes:
+    """A server-sent event of an object."""
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"
 
 
 def frame_of(event: bytes) -> Frame:

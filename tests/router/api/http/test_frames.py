@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.router.api.http.bodies import ChatBody, CompletionBody
-from holdfast.router.api.http.chat_completions import DONE, ChatChunks, ChatView
+from holdfast.router.api.http.chat_completions import ChatChunks, ChatView
 from holdfast.router.api.http.completions import Completions
+from holdfast.router.api.http.event_stream import DONE
 from holdfast.router.api.http.submission import Encoder, Submission, encoded
 from holdfast.router.dispatch.request_stream import OutputStream
 from holdfast.router.generation import OutputDelta, Usage
