@@ -1,8 +1,49 @@
-// What halves of layers leave goes to the residual stream: summed over ranks, normed, scaled. Methods of `Decoder`.
+// The residual stream: the embedding begins it, and what halves of layers leave goes to it, summed over ranks, normed,
+// scaled. Methods of `Decoder`.
 #pragma once
 #include "step.h"
 
 namespace {
+
+template <class W> bool Decoder<W>::embed(Thread& t) {
+  t.sum++;
+  if (!row_tasks(t.run, t.num_rows,
+                 [&](int r) { embed_row(r, exchange ? exchange->own(t.sum) + r * y.stride : x.row(r)); }))
+    return false;
+  return !exchange || summed_tasks(t, t.num_rows, [&](int r) { sum_over_ranks(t.sum, r, x.row(r)); });
+}
+
+template <class W> void Decoder<W>::embed_row(int r, float* out) {
+  int row = (int)step.token_ids[r] - m.first_vocab_row;
+  bool mine = row >= 0 && row < m.vocab_rows;
+  const W* vector = (const W*)m.embedding + (mine && m.embedding ? (long)row * m.hidden : 0);
+  std::vector<W> of_head;
+  if (!m.embedding) vector = head_row(mine ? row : 0, of_head);
+  int i = 0;
+  for (; i + 16 <= m.hidden; i += 16)
+    store(out + i, mine ? load(vector + i) * all(m.embedding_scale) + zero() : zero());
+  for (; i < m.hidden; i++) out[i] = mine ? element(vector[i]) * m.embedding_scale + 0.0f : 0.0f;
+}
+
+template <class W>
+inline bool Decoder<W>::row_parallel(Thread& t, const NativeLinear& w, Rows in, const NativeLayer& l, float* place) {
+  return linear(t, w, in, t.num_rows, [&](int g, int first, int count, const float* sums) {
+    for (int r = 0; r < count; r++)
+      for (int j = 0; j < GROUP && g * GROUP + j < part_stride; j += 16)
+        put(t, place, l, w, first + r, g * GROUP + j, load(sums + r * GROUP + j));
+  });
+}
+
+// As `row_tasks`, once all ranks have written their rows of the latest sum. False also where a rank is lost: a late thread
+// that hears of it too early gets no more tasks anyway.
+template <class W> template <class Fn> inline bool Decoder<W>::summed_tasks(Thread& t, int rows, Fn&& fn) {
+  if (!exchange) return row_tasks(t.run, rows, fn);
+  return row_tasks(t.run, rows,
+                   [&](int r) {
+                     if (exchange->meet(t.sum, t.own.peers)) fn(r);
+                   }) &&
+         !exchange->outcome();
+}
 
 // Ranks hold neighbouring subtrees of the tree over slices: theirs are added as its upper part.
 // `first`: the column where they begin; `columns`: how many there are, 0 for all of the residual stream.

@@ -3,7 +3,7 @@
 // With several ranks there are sums over ranks between. Where they share memory (`exchange.h`) a step goes through them;
 // else it stops there (`partial()` holds this rank's share, float32) and goes on once the sum is there. Which bits a row
 // gets depends on its own sequence alone: rows meet in products and tiles, and those add in one order for any number of
-// rows. The halves of a layer and the head are in files of their own; here is what they share.
+// rows. The halves of a layer, the residual stream and the head are in files of their own; here is what they share.
 #pragma once
 #include <math.h>
 
@@ -12,29 +12,11 @@
 #include "product_tasks.h"
 #include "recurrence_task.h"
 #include "rows.h"
+#include "step_sizes.h"
 
 namespace {
 
 enum { NORM_ROWS = 8, OWN_NORM_ROWS = 2, HEAD_ROWS = 128, SPIN_FOR_PEERS = 2000, COPIED = 1 << 14 };
-
-// What rows of second products take, of all layers: those of latent attention, and gates of each key of a recurrence.
-struct LatentSizes {
-  int query_rows = 0, head_queries = 0, plain = 0, weighed = 0;
-  // Returns the numbers of a row of the recurrence's inputs, with those of its gates.
-  int add(const NativeRecurrence& net) {
-    if (!net.gates.groups) return net.inputs.groups * GROUP;
-    query_rows = std::max(query_rows, net.gate_inputs);
-    const int before = RecurrenceSizes(net).channels + net.value_heads + net.gate_inputs;
-    return std::max(net.inputs.groups * GROUP, before + net.gates.groups * GROUP);
-  }
-  void add(const NativeLayer& l) {
-    const NativeLatent& latent = *l.latent;
-    if (latent.queries.groups) query_rows = std::max(query_rows, latent.query_outputs);
-    head_queries = std::max(head_queries, latent.queries.groups * GROUP);
-    plain = std::max(plain, latent.absorb.slice_tiles * K_TILE);
-    weighed = std::max(weighed, l.num_heads * latent.expand.slice_tiles * K_TILE);
-  }
-};
 
 template <class W> class Decoder {
   typedef typename InputOf<W>::Type Input;
@@ -43,61 +25,44 @@ template <class W> class Decoder {
 
  public:
   Decoder(const NativeModel& model, int num_threads) : m(model), threads(num_threads), attention(num_threads) {
-    LatentSizes latents;
-    int qkv = 0, heads = 0, attended = 0, inner = 0, moe_rows = 1, experts = 0, shared = 0, logits = 0;
-    bool has_scores = false;
-    bool has_states = false;
+    StepSizes sizes;
+    int heads = 0;
     for (int i = 0; i < m.num_layers; i++) {
       const NativeLayer& l = m.layers[i];
-      if (keeps_state(l)) {
-        has_states = true;
-        qkv = std::max(qkv, l.conv ? l.conv->inputs.groups * GROUP : latents.add(*l.recurrence));
-      }
+      sizes.add(l);
       kind_of.push_back(-1);
-      if (attends(l)) {
-        const int values = l.latent ? l.latent->latent_dim : l.head_dim;
-        HeadShape s = shape_of_heads(l.num_heads, l.num_kv_heads, l.head_dim, values, l.block_size, l.window);
-        s.values_in_keys = l.latent;
-        s.has_own_table = l.has_own_table, s.block_bytes = l.block_bytes;
-        scale_scores(s, l.scaling, l.softcap);
-        kind_of.back() = attention.kind_like(s);
-        qkv = std::max(qkv, l.qkv.groups * GROUP), heads = std::max(heads, l.num_heads * s.padded());
-        if (l.latent) latents.add(l);
-      }
-      attended = std::max(attended, l.output.slices * l.output.slice_tiles * K_TILE);
-      auto widest = [&](const NativeMlp& mlp) { inner = std::max(inner, inner_length(mlp)); };
-      if (feeds(l) && (!l.experts || l.beside)) widest(l.mlp);
-      if (l.experts) {
-        for (int e = 0; e < l.experts->num_experts; e++) widest(l.experts->experts[e]);
-        if (l.experts->shared) shared = std::max(shared, inner_length(*l.experts->shared));
-        moe_rows = std::max(moe_rows, l.experts->top_k), experts = std::max(experts, l.experts->num_experts);
-        logits = std::max(logits, l.experts->router.outputs),
-        has_scores |= l.experts->selection_bias || l.experts->num_groups > 1;
-      }
+      if (!attends(l)) continue;
+      const int values = l.latent ? l.latent->latent_dim : l.head_dim;
+      HeadShape s = shape_of_heads(l.num_heads, l.num_kv_heads, l.head_dim, values, l.block_size, l.window);
+      s.values_in_keys = l.latent;
+      s.has_own_table = l.has_own_table, s.block_bytes = l.block_bytes;
+      scale_scores(s, l.scaling, l.softcap);
+      kind_of.back() = attention.kind_like(s);
+      heads = std::max(heads, l.num_heads * s.padded());
     }
     long rows = m.max_rows;
     part_stride = stride_of(m.hidden);
     const long columns = sum_columns(m.hidden, m.sum_parts);
     x = Buffer<float>(rows, columns), y = Buffer<float>(rows, columns), wanted_x = Buffer<float>(rows, columns);
     h = Buffer<Input>(rows, m.hidden), h2 = Buffer<Input>(rows, m.hidden);
-    projected = Buffer<float>(rows, qkv), queries = Buffer<Input>(rows, heads);
-    attention_out = Buffer<Input>(rows, attended), inner_rows = Buffer<Input>(rows * moe_rows, inner);
-    make_latent_rows(latents);
+    projected = Buffer<float>(rows, sizes.projected), queries = Buffer<Input>(rows, heads);
+    attention_out = Buffer<Input>(rows, sizes.attended), inner_rows = Buffer<Input>(rows * sizes.chosen, sizes.inner);
+    make_latent_rows(sizes.latents);
     if (m.inputs) {
       const long filled = (m.inputs->dim + GROUP - 1) / GROUP * GROUP;
       own_inputs = Buffer<float>(rows, filled * m.num_layers), gated_inputs = Buffer<Input>(rows, filled);
     }
     wanted_kinds = attention.kinds;
     for (first_reader = m.num_layers; first_reader > 0 && m.layers[first_reader - 1].reads_others;) first_reader--;
-    if (has_states) wanted_mixed = Buffer<Input>(rows, attended);
-    if (experts) {
-      router_logits = Buffer<float>(rows, logits), expert_input = Buffer<Input>(rows * moe_rows, m.hidden);
-      choices.resize(rows * moe_rows), weights.resize(rows * moe_rows), first_of.resize(experts + 1),
-          order.resize(rows * moe_rows);
+    if (sizes.has_states) wanted_mixed = Buffer<Input>(rows, sizes.attended);
+    if (sizes.experts) {
+      const long chosen = rows * sizes.chosen;
+      router_logits = Buffer<float>(rows, sizes.logits), expert_input = Buffer<Input>(chosen, m.hidden);
+      choices.resize(chosen), weights.resize(chosen), first_of.resize(sizes.experts + 1), order.resize(chosen);
     }
-    if (has_scores) choice_scores = Buffer<float>(rows, experts);
-    if (shared) shared_rows = Buffer<Input>(rows, shared), shared_weights.assign(rows, 1.0f);
-    for (int i = 0; i < threads; i++) local.emplace_back(new Local(m.hidden, latents));
+    if (sizes.has_scores) choice_scores = Buffer<float>(rows, sizes.experts);
+    if (sizes.shared) shared_rows = Buffer<Input>(rows, sizes.shared), shared_weights.assign(rows, 1.0f);
+    for (int i = 0; i < threads; i++) local.emplace_back(new Local(m.hidden, sizes.latents));
     num_tokens = std::max(0, std::min(m.vocab_rows, m.vocab_size - m.first_vocab_row));
     list_sites();
     if (m.exchange) exchange.reset(new Exchange(*m.exchange, rows, y.stride));
@@ -204,41 +169,13 @@ template <class W> class Decoder {
     group_best = Buffer<float>(room, m.head.groups), group_at = Buffer<int>(room, m.head.groups);
   }
 
-  // --- what a layer has ---
-
-  static bool attends(const NativeLayer& l) { return l.num_heads > 0; }
-  static bool keeps_state(const NativeLayer& l) { return l.conv || l.recurrence; }
-  static bool mixes(const NativeLayer& l) { return attends(l) || keeps_state(l); }
-  static bool feeds(const NativeLayer& l) { return l.experts || l.mlp.up.groups > 0; }
-  static bool shares_norm(const NativeLayer& l) {
-    return l.recurrence && l.recurrence->norm_heads > l.recurrence->value_heads;
-  }
   bool ends_with_attention() const {
     const NativeLayer& last = m.layers[m.num_layers - 1];
     return attends(last) && !keeps_state(last);
   }
 
-  // --- embedding and norms ---
+  // --- rows and norms ---
 
-  bool embed(Thread& t) {
-    t.sum++;
-    if (!row_tasks(t.run, t.num_rows,
-                   [&](int r) { embed_row(r, exchange ? exchange->own(t.sum) + r * y.stride : x.row(r)); }))
-      return false;
-    return !exchange || summed_tasks(t, t.num_rows, [&](int r) { sum_over_ranks(t.sum, r, x.row(r)); });
-  }
-  void embed_row(int r, float* out) {
-    int row = (int)step.token_ids[r] - m.first_vocab_row;
-    bool mine = row >= 0 && row < m.vocab_rows;
-    const W* vector = (const W*)m.embedding + (mine && m.embedding ? (long)row * m.hidden : 0);
-    std::vector<W> of_head;
-    if (!m.embedding) vector = head_row(mine ? row : 0, of_head);
-    int i = 0;
-    for (; i + 16 <= m.hidden; i += 16)
-      store(out + i, mine ? load(vector + i) * all(m.embedding_scale) + zero() : zero());
-    for (; i < m.hidden; i++) out[i] = mine ? element(vector[i]) * m.embedding_scale + 0.0f : 0.0f;
-  }
-  const W* head_row(int row, std::vector<W>& out);
   template <class Fn> bool row_tasks(Run& run, int rows, Fn&& fn) {
     return holdfast::tasks(run, (rows + NORM_ROWS - 1) / NORM_ROWS, [&](int t) {
       for (int r = t * NORM_ROWS; r < rows && r < (t + 1) * NORM_ROWS; r++) fn(r);
@@ -294,13 +231,6 @@ template <class W> class Decoder {
     return is_direct(out_norm) ? nullptr : exchange ? exchange->own(t.sum) : y.data;
   }
 
-  bool row_parallel(Thread& t, const NativeLinear& w, Rows in, const NativeLayer& l, float* place) {
-    return linear(t, w, in, t.num_rows, [&](int g, int first, int count, const float* sums) {
-      for (int r = 0; r < count; r++)
-        for (int j = 0; j < GROUP && g * GROUP + j < part_stride; j += 16)
-          put(t, place, l, w, first + r, g * GROUP + j, load(sums + r * GROUP + j));
-    });
-  }
   float* row_of(const Thread& t, int row) const { return t.residual + row * x.stride; }
   void put_residual(const Thread& t, const NativeLayer& l, int row, int column, Lanes v) {
     float* to = row_of(t, row) + column;
@@ -312,19 +242,12 @@ template <class W> class Decoder {
     put_residual(t, l, row, column, w.bias && with_bias ? v + load(w.bias + column) : v);
   }
 
-  // As `row_tasks`, once all ranks have written their rows of the latest sum. False also where a rank is lost: a late thread
-  // that hears of it too early gets no more tasks anyway.
-  template <class Fn> bool summed_tasks(Thread& t, int rows, Fn&& fn) {
-    if (!exchange) return row_tasks(t.run, rows, fn);
-    return row_tasks(t.run, rows,
-                     [&](int r) {
-                       if (exchange->meet(t.sum, t.own.peers)) fn(r);
-                     }) &&
-           !exchange->outcome();
-  }
-
   // --- residual.h ---
 
+  bool embed(Thread& t);
+  void embed_row(int r, float* out);
+  bool row_parallel(Thread& t, const NativeLinear& w, Rows in, const NativeLayer& l, float* place);
+  template <class Fn> bool summed_tasks(Thread& t, int rows, Fn&& fn);
   void sum_over_ranks(Exchange::Sum sum, int row, float* out, long first = 0, int columns = 0) const;
   bool finish(Thread& t, const NativeLayer& l, bool is_attention);
   bool end_layer(Thread& t, int index);
@@ -414,7 +337,6 @@ template <class W> class Decoder {
   bool up_part(Thread& t, const NativeMlp& mlp, Rows rows, Buffer<Input>& out);
   bool shared_part(Thread& t, const NativeExperts& e, Rows rows);
   void add_shared(const NativeExperts& e, int g, float* sums, Local& own, int num_rows);
-  static int inner_length(const NativeMlp& mlp) { return mlp.down.slices * mlp.down.slice_tiles * K_TILE; }
   static void activate(const NativeMlp& mlp, int g, const float* sums, Input* out);
   bool experts_part(const NativeLayer& l, Rows routed, Rows rows, float* place, Thread& t);
   bool beside_part(const NativeLayer& l, float* place, Thread& t);
@@ -434,6 +356,7 @@ template <class W> class Decoder {
 
   // --- head.h ---
 
+  const W* head_row(int row, std::vector<W>& out);
   bool head_part(Thread& t);
   void keep_pooled(const Thread& t, int wanted, int r) const;
   void logits_of(int g, int row, const float* sums);
