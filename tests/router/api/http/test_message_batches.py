@@ -38,20 +38,23 @@ async def results_of(client, batch_id):
 async def test_each_request_is_answered_as_it_would_be_alone_and_those_that_fail_say_why(tmp_path):
     async with storing(tmp_path) as (place, openai_client), claude(place) as client:
         requests = [asked("a", extra="kept"), asked("b", max_tokens=0), asked("c", stop_sequences=["zz"])]
+        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+        requests.append(asked("d", messages=[{"role": "user", "content": [image]}]))
         made = await client.messages.batches.create(requests=requests)
         assert (made.type, made.id[:9], made.results_url) == ("message_batch", "msgbatch_", None)
         batch = await until_ended(client, made.id)
         counts = batch.request_counts
-        assert (counts.succeeded, counts.errored, counts.processing, counts.canceled, counts.expired) == (2, 1, 0, 0, 0)
+        assert (counts.succeeded, counts.errored, counts.processing, counts.canceled, counts.expired) == (2, 2, 0, 0, 0)
         assert batch.ended_at >= batch.created_at
         found = await results_of(client, made.id)
-        assert sorted(found) == ["a", "b", "c"]
+        assert sorted(found) == ["a", "b", "c", "d"]
         alone = await client.messages.create(**requests[2]["params"])
         message = found["c"].message
         assert (message.type, message.usage.input_tokens) == ("message", alone.usage.input_tokens)
         assert message.stop_reason == alone.stop_reason == "max_tokens"
         assert (found["b"].type, found["b"].error.error.type) == ("errored", "invalid_request_error")
         assert "max_tokens" in found["b"].error.error.message
+        assert "messages[0].content[0].type must be text, not 'image'" in found["d"].error.error.message
         assert {submit.priority for submit in place.replicas[0].submits[:2]} == {3}
         ours = await submitted(openai_client, [line("x")])
         await until_over(openai_client, ours.id)
