@@ -368,9 +368,7 @@ class SamplingParams(OutputKind):
             raise _refusal("best_of", self.best_of, f"must be at least n, {self.n}")
 
     def _check_beams(self, beam_width: int) -> None:
-        """Beams are ranked by the model's log-probabilities: parameters that change or cut these do not apply to
-        beams.
-        """
+        """Beams are ranked by the model's log-probabilities: parameters that change or cut these do not apply."""
         if self.n > beam_width:
             raise _refusal("n", self.n, f"must be at most beam_width, {beam_width}")
         for name, parameter in PARAMETERS.items():
