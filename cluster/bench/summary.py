@@ -187,7 +187,7 @@ _KEPT: Final = 0.9  # share of a turn's prompt that is cached
 
 def turns(done: Sequence[RequestRecord]) -> Turns:
     """Figures of conversations. A server that tells of cached tokens in some replies had none in the others."""
-    is_told = any(record.num_cached_tokens is not None for record in done)
+    has_cache_counts = any(record.num_cached_tokens is not None for record in done)
     num_cached = sum(record.num_cached_tokens or 0 for record in done)
     num_prompt = sum(record.num_prompt_tokens or 0 for record in done)
     by_session: dict[int, list[RequestRecord]] = {}
@@ -195,9 +195,9 @@ def turns(done: Sequence[RequestRecord]) -> Turns:
         by_session.setdefault(record.session, []).append(record)
     return Turns(
         sessions=len(by_session),
-        sessions_kept=sum(map(_is_kept, by_session.values())) if is_told else None,
-        cached_tokens=num_cached if is_told else None,
-        hit_rate=num_cached / num_prompt if is_told and num_prompt else None,
+        sessions_kept=sum(map(_is_kept, by_session.values())) if has_cache_counts else None,
+        cached_tokens=num_cached if has_cache_counts else None,
+        hit_rate=num_cached / num_prompt if has_cache_counts and num_prompt else None,
         first_ttft_s=distribution(record.ttft_s for record in done if record.turn == 0),
         later_ttft_s=distribution(record.ttft_s for record in done if record.turn > 0),
     )

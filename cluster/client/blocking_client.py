@@ -19,7 +19,7 @@ from holdfast.worker.wire.tls import Tls
 MAX_AHEAD: Final = 64
 """Most deltas that are read ahead. Then the stream waits for its reader."""
 
-GOES_ON_AT: Final = MAX_AHEAD // 2  # items
+RESUMES_READING_AT: Final = MAX_AHEAD // 2  # items
 
 ItemT = TypeVar("ItemT")
 
@@ -51,7 +51,7 @@ class Handover(Generic[ItemT]):
             self._has_begun = True
             self._loop.call_soon_threadsafe(self._begin)
         item = self._queue.get()
-        if self._is_full and self._queue.qsize() <= GOES_ON_AT:
+        if self._is_full and self._queue.qsize() <= RESUMES_READING_AT:
             self._is_full = False
             self._loop.call_soon_threadsafe(self._has_room.set)
         if isinstance(item, _End):
@@ -93,7 +93,7 @@ class Handover(Generic[ItemT]):
         """The reader sets the event once it has read so much, unless that was before it could see `_is_full`."""
         self._has_room.clear()
         self._is_full = True
-        while self._queue.qsize() > GOES_ON_AT:
+        while self._queue.qsize() > RESUMES_READING_AT:
             await self._has_room.wait()
             self._has_room.clear()
         self._is_full = False

@@ -95,14 +95,14 @@ class HoldingTransport:
     def handle_request(self, request: Any) -> Any:
         """Sends a request of a blocking client; called by the HTTP package."""
         io = self._io(package_of(request), BlockingIo)
-        if self._goes_elsewhere(request):
+        if self._is_foreign(request):
             return at_once(io.send(request))
         return at_once(_Held(self, io, request, request.read(), self._retry_policy()).answer())
 
     async def handle_async_request(self, request: Any) -> Any:
         """Sends a request of an asynchronous client; called by the HTTP package."""
         io = self._io(package_of(request), AsyncIo)
-        if self._goes_elsewhere(request):
+        if self._is_foreign(request):
             return await io.send(request)
         return await _Held(self, io, request, await request.aread(), self._retry_policy()).answer()
 
@@ -141,7 +141,7 @@ class HoldingTransport:
             self._ios[name] = kind(package, self._options)
         return self._ios[name]
 
-    def _goes_elsewhere(self, request: Any) -> bool:
+    def _is_foreign(self, request: Any) -> bool:
         origin = Origin.of_url(request.url)
         return origin not in self.origins or origin in self.strangers
 

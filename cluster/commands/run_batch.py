@@ -57,7 +57,7 @@ def run_batch(
             outcome = asyncio.run(_on_server(server, source, target, clients_options(settings), report))
     else:
         outcome = _here(load_config(settings, config).config, source, target)
-    return _told(outcome, target)
+    return _print_outcome(outcome, target)
 
 
 def _checked_files(source: Path | None, target: Path | None, overwrite: bool) -> tuple[Path, Path]:
@@ -130,7 +130,7 @@ async def _in_process(
         return await BatchRun(call, source, target, f"model {config.model.model}", report).run()
 
 
-def _told(outcome: "Outcome", target: Path) -> int:
+def _print_outcome(outcome: "Outcome", target: Path) -> int:
     for problem in outcome.problems:
         print(problem, file=sys.stderr)
     if outcome.num_answers or outcome.num_errors:

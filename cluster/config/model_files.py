@@ -13,7 +13,7 @@ from typing import Any, Final
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.layout_arithmetic import told_of_uneven, uneven_shares
+from holdfast.worker.executors.layout_arithmetic import uneven_shares, uneven_shares_notice
 from holdfast.worker.models import weight_files
 from holdfast.worker.models.checkpoint_scheme import check_quantization, quantization_of
 from holdfast.worker.models.checks import check_heads, check_kv_cache_dtype
@@ -95,7 +95,7 @@ def uneven_heads(config: HoldfastConfig) -> str | None:
     kv_heads, size = found.get("num_key_value_heads") or heads, config.parallel.tensor_parallel_size
     if not (isinstance(heads, int) and isinstance(kv_heads, int)) or uneven_shares(heads, kv_heads, size) is None:
         return None
-    return told_of_uneven(heads, kv_heads, size)
+    return uneven_shares_notice(heads, kv_heads, size)
 
 
 def weight_bytes(config: HoldfastConfig) -> int:
@@ -106,7 +106,7 @@ def weight_bytes(config: HoldfastConfig) -> int:
     return memory_of_weights(config.model, folder, "cuda" if config.model.device == "cuda" else "cpu")
 
 
-def told_of_weights(config: HoldfastConfig) -> str | None:
+def weights_notice(config: HoldfastConfig) -> str | None:
     """Quantization scheme and memory of a local model's weights, in words; None for other models."""
     folder = local_folder(config)
     if folder is None or config.model.load_format == "dummy":

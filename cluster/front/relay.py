@@ -13,7 +13,7 @@ from starlette.types import Scope, Send
 from holdfast.cluster.client.resumable_call import Failed, HeldCall, error_event
 from holdfast.cluster.client.retry_policy import RetryPolicy
 from holdfast.cluster.front.upstream import (
-    OF_A_HOP,
+    HOP_BY_HOP_HEADERS,
     OURS,
     ClientRequest,
     Connection,
@@ -116,7 +116,7 @@ class Relay:
                 if body is not None:
                     await self._answer(head, body)
                     return
-                if not await self._comes_again(None):
+                if not await self._may_retry(None):
                     return
                 continue
             if not self._has_begun:
@@ -149,7 +149,7 @@ class Relay:
                 return head, connection
             self._leave(is_lost=True)  # others first
             hint = head.get(b"retry-after") or ""
-            if not await self._comes_again(float(hint) if hint.isascii() and hint.isdecimal() else None):
+            if not await self._may_retry(float(hint) if hint.isascii() and hint.isdecimal() else None):
                 return None
 
     @property
@@ -165,9 +165,9 @@ class Relay:
                 await self._give_up(502, b"the router was lost")
                 return False
             self._call.note_lost(self._loop.time(), was_sent=True)
-        return await self._comes_again(None)
+        return await self._may_retry(None)
 
-    async def _comes_again(self, hint_s: float | None) -> bool:
+    async def _may_retry(self, hint_s: float | None) -> bool:
         """Waits until the request may be sent again; False: it may not, and its client has got the error."""
         if (pause_s := self._call.pause_s(self._loop.time(), hint_s)) is None:
             await self._give_up(503, b"no router answers")
@@ -270,7 +270,7 @@ class Relay:
             if connection.is_lost or connection.is_over:
                 self._leave(is_lost=True)
                 self._stats.num_routers_lost += 1
-                if not await self._comes_again(None):
+                if not await self._may_retry(None):
                     return True
                 self._stats.num_resumed += 1
                 return False
@@ -305,7 +305,7 @@ class Relay:
 
     async def _begin(self, head: Head, size: int | None = None) -> None:
         self._has_begun = True
-        headers = [pair for pair in head.headers if pair[0] not in OF_A_HOP and pair[0] != b"date"]
+        headers = [pair for pair in head.headers if pair[0] not in HOP_BY_HOP_HEADERS and pair[0] != b"date"]
         if not self._asked.holds_itself:
             headers = [pair for pair in headers if pair[0] not in OURS]
         if size is not None:

@@ -220,7 +220,7 @@ class Upstream:
 def _nothing(data: bytes) -> None: ...
 
 
-OF_A_HOP: Final = frozenset(
+HOP_BY_HOP_HEADERS: Final = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
     b"upgrade expect content-length accept-encoding".split()
 )
@@ -298,7 +298,7 @@ class ClientRequest:
         """The request as a router gets it. It learns the client's address: a forwarded client is not on the router's
         machine.
         """
-        left_out = OF_A_HOP if self.holds_itself else OF_A_HOP.union(OURS)
+        left_out = HOP_BY_HOP_HEADERS if self.holds_itself else HOP_BY_HOP_HEADERS.union(OURS)
         kept = [(name, value) for name, value in self.headers if name not in left_out and name != _FORWARDED]
         said = [value for name, value in self.headers if name == _FORWARDED]
         kept.append((_FORWARDED, b", ".join([*said, self.client.encode()])))

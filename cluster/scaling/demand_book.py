@@ -30,7 +30,7 @@ class DemandBook:
 
     def __init__(self) -> None:
         self._followed: dict[str, tuple[float | None, float]] = {}
-        self._told: dict[str, tuple[float, Sequence[ModelDemand]]] = {}
+        self._reports: dict[str, tuple[float, Sequence[ModelDemand]]] = {}
         self._pinned: dict[str, tuple[int, float]] = {}
         self._counted: dict[str, ModelDemand] = {}
         """Counts by model since the book knows its routers. A router that comes, goes or falls silent does not change
@@ -44,19 +44,19 @@ class DemandBook:
 
     def note(self, router_id: str, demands: Sequence[ModelDemand], now_s: float) -> None:
         """Notes a router's current demand for all models that are followed."""
-        _, before = self._told.get(router_id, (now_s, ()))
+        _, before = self._reports.get(router_id, (now_s, ()))
         earlier = {one.model: one for one in before}
         for one in demands:
             if one.model in earlier:
                 counted = self._counted.get(one.model, ModelDemand(model=one.model))
                 self._counted[one.model] = with_counts_since(counted, earlier[one.model], one)
-        self._told[router_id] = now_s, demands
+        self._reports[router_id] = now_s, demands
 
     def demand(self, model: str, now_s: float) -> ModelDemand | None:
         """Demand of all routers for a model; None if none has reported it lately. Counts start when the book first knew
         its routers.
         """
-        fresh = [demands for told_s, demands in self._told.values() if now_s - told_s <= FRESH_S]
+        fresh = [demands for reported_s, demands in self._reports.values() if now_s - reported_s <= FRESH_S]
         found = [one for demands in fresh for one in demands if one.model == model]
         return with_counts_of(merged(model, found), self._counted.get(model)) if found else None
 
@@ -73,7 +73,7 @@ class DemandBook:
 
     def expire(self, now_s: float) -> bool:
         """Drops expired entries. Returns whether routers must be informed."""
-        self._told = {name: report for name, report in self._told.items() if now_s - report[0] <= FRESH_S}
+        self._reports = {name: report for name, report in self._reports.items() if now_s - report[0] <= FRESH_S}
         kept = {model: one for model, one in self._followed.items() if now_s - one[1] <= FOLLOWED_S}
         has_changed = kept.keys() != self._followed.keys()
         self._followed = kept

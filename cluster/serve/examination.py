@@ -19,8 +19,8 @@ from holdfast.cluster.config.model_files import (
     check_files,
     check_hub,
     local_path,
-    told_of_weights,
     uneven_heads,
+    weights_notice,
 )
 from holdfast.cluster.serve.log_files import ray_folder
 from holdfast.cluster.serve.preflight import check_ports, check_socket_paths
@@ -90,7 +90,7 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
         name = one.model.name
         files = checked(f"files of {name}", partial(check_files, one), str(local_path(one) or "on the hub"))
         yield files
-        if files.level is Level.GOOD and (weights := told_of_weights(one)) is not None:
+        if files.level is Level.GOOD and (weights := weights_notice(one)) is not None:
             yield Finding(Level.GOOD, f"weights of {name}", weights)
         if local_path(one) is None:
             yield checked(f"hub id of {name}", partial(check_hub, one), "found on the hub")

@@ -89,7 +89,7 @@ class MetricsApi:
     def _samples(self) -> Iterator[Sample]:
         engine, info = self._replica.engine, self._replica.info
         load = engine.load
-        yield from replica_samples(info.model, self._replica_id, load, engine.told_stats)
+        yield from replica_samples(info.model, self._replica_id, load, engine.reported_stats)
         yield from gateway_samples(
             info.model,
             num_running=load.num_running,

@@ -19,7 +19,7 @@ from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import ConfigurationError, HoldfastError, ReplicaError, UpdateRolledBackError
 from holdfast.worker.progress import Report
 
-OF_REPLICAS: Final = (
+REPLICA_SETTINGS: Final = (
     "cpus_per_rank",
     "rank_resources",
     "rank_labels",
@@ -36,7 +36,7 @@ ORDER: Final = tuple(ServiceOrderConfig.model_fields)
 
 def of_replica(config: HoldfastConfig) -> str:
     """Settings of one model's replicas, as text."""
-    cluster = config.cluster.model_dump(mode="json", include=set(OF_REPLICAS))
+    cluster = config.cluster.model_dump(mode="json", include=set(REPLICA_SETTINGS))
     if not config.cluster.cpus_per_rank:  # fitted into a Ray of our own: the next one is fitted anew
         del cluster["cpus_per_rank"], cluster["rank_resources"]
     scaling = config.scaling.model_dump(mode="json")

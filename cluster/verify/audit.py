@@ -11,7 +11,7 @@ from holdfast.cluster.verify import company, numbers, protocol, purity, semantic
 from holdfast.cluster.verify.exchange import Answer
 from holdfast.cluster.verify.finding import CheckResult, Kind
 from holdfast.cluster.verify.subject import Api, During, Pause, Steps, Subject, reach
-from holdfast.cluster.verify.transport import BudgetSpent, Transport
+from holdfast.cluster.verify.transport import BudgetExceeded, Transport
 
 CHECKS: Final[Mapping[str, Callable[[Subject, Api], Steps]]] = {
     "purity": purity.greedy,
@@ -94,7 +94,7 @@ class Audit:
         skipped = ""
         try:
             await self._perform(make(), transport)
-        except BudgetSpent as spent:
+        except BudgetExceeded as spent:
             skipped = str(spent)
         self.results.append(
             CheckResult(

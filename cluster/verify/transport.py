@@ -18,7 +18,7 @@ _BUSY: Final = (429, 503)  # HTTP statuses
 _MOST_WAIT_S: Final = 10.0
 
 
-class BudgetSpent(Exception):
+class BudgetExceeded(Exception):
     """The next requests would cost more than the budget allows."""
 
 
@@ -56,14 +56,14 @@ class Budget:
         return cls(**values)  # type: ignore[arg-type]
 
     def spend(self, asks: Sequence[Ask], after_s: float = 0.0) -> None:
-        """Raises `BudgetSpent`, and then spends nothing. `after_s`: seconds since the audit began."""
+        """Raises `BudgetExceeded`, and then spends nothing. `after_s`: seconds since the audit began."""
         tokens = sum(ask.num_tokens for ask in asks)
         if after_s > self.seconds:
-            raise BudgetSpent(f"the budget of {self.seconds:g} seconds is spent")
+            raise BudgetExceeded(f"the budget of {self.seconds:g} seconds is spent")
         if self.used_requests + len(asks) > self.num_requests:
-            raise BudgetSpent(f"the budget of {self.num_requests} requests is spent")
+            raise BudgetExceeded(f"the budget of {self.num_requests} requests is spent")
         if self.used_tokens + tokens > self.num_tokens:
-            raise BudgetSpent(f"the budget of {self.num_tokens} output tokens is spent")
+            raise BudgetExceeded(f"the budget of {self.num_tokens} output tokens is spent")
         self.used_requests += len(asks)
         self.used_tokens += tokens
 
@@ -100,7 +100,7 @@ class Transport:
         await self._client.aclose()
 
     async def send(self, asks: Sequence[Ask], on_first: Callable[[], None] = lambda: None) -> list[Answer]:
-        """Sends them together. `on_first` is called at the first event of each. Raises `BudgetSpent`."""
+        """Sends them together. `on_first` is called at the first event of each. Raises `BudgetExceeded`."""
         self.budget.spend(asks, self._clock() - self._began_s)
         await self._wait(len(asks))
         return await asyncio.gather(*(self._patiently(ask, on_first) for ask in asks))

@@ -56,8 +56,8 @@ class Endings:
         replica_has_it: bool = True,
     ) -> list[Action]:
         """Ends one with an error, which its client gets."""
-        is_told = event is RequestEvent.FAIL and state.attempt is not None
-        if is_told and (error.fault in _OF_SERVERS or isinstance(error, DeadlineExceededError)):
+        is_submitted = event is RequestEvent.FAIL and state.attempt is not None
+        if is_submitted and (error.fault in _OF_SERVERS or isinstance(error, DeadlineExceededError)):
             assert state.attempt is not None
             self._stats.version(state.model, state.attempt.replica.version).num_failed += 1
         has_left = isinstance(error, CallerError | RequestAbortedError)

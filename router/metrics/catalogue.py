@@ -38,7 +38,7 @@ class Metric:
 _MODEL, _REPLICA = ("model",), ("model", "replica")
 C, G, H = MetricType.COUNTER, MetricType.GAUGE, MetricType.HISTOGRAM
 
-OF_REQUESTS: Final = (
+REQUEST_METRICS: Final = (
     Metric(
         "holdfast_requests_total",
         C,
@@ -77,7 +77,7 @@ OF_REQUESTS: Final = (
         "Requests that routers were reading when they ended: read alone on trial, and refused as the cause",
     ),
 )
-OF_FAILOVER: Final = (
+FAILOVER_METRICS: Final = (
     Metric(
         "holdfast_failovers_total",
         C,
@@ -110,7 +110,7 @@ OF_FAILOVER: Final = (
         "Memory that a model's weights take in one replica, all ranks together, and how they are quantized",
     ),
 )
-OF_CONNECTIONS: Final = (
+CONNECTION_METRICS: Final = (
     Metric(
         "holdfast_connections_cut_total",
         C,
@@ -127,7 +127,7 @@ OF_CONNECTIONS: Final = (
         "HTTP ports), links (to replicas)",
     ),
 )
-OF_OVERLOAD: Final = (
+OVERLOAD_METRICS: Final = (
     Metric(
         "holdfast_overload_pressure_ratio",
         G,
@@ -163,7 +163,7 @@ OF_OVERLOAD: Final = (
         "Requests taken off their replica because their clients did not read (limits.max_unread_tokens)",
     ),
 )
-OF_REPLICAS: Final = (
+REPLICA_METRICS: Final = (
     Metric("holdfast_replica_requests_running", G, _REPLICA, "Sequences that a replica runs"),
     Metric("holdfast_replica_requests_waiting", G, _REPLICA, "Sequences that wait in a replica"),
     Metric("holdfast_replica_waiting_tokens", G, _REPLICA, "Tokens of open sequences that are not computed yet"),
@@ -230,7 +230,7 @@ OF_REPLICAS: Final = (
     Metric("holdfast_replica_gpu_memory_used_bytes", G, _REPLICA, "Memory in use on the leading rank's GPU"),
     Metric("holdfast_replica_gpu_memory_total_bytes", G, _REPLICA, "Memory of the leading rank's GPU"),
 )
-OF_THE_STORE: Final = (
+STORE_METRICS: Final = (
     Metric("holdfast_store_bytes", G, (), "Size of the stored objects of all tenants (router.store)"),
     Metric(
         "holdfast_store_max_bytes", G, (), "Size beyond which the oldest objects are deleted (router.store_max_bytes)"
@@ -250,7 +250,7 @@ OF_THE_STORE: Final = (
     Metric("holdfast_store_oldest_job_seconds", G, (), "Age of the oldest of these jobs; 0: there is none"),
     Metric("holdfast_store_failures_total", C, (), "Answers that this router could not store"),
 )
-OF_GATEWAYS: Final = (
+GATEWAY_METRICS: Final = (
     Metric("vllm:num_requests_running", G, ("model_name",), "Sequences that run"),
     Metric("vllm:num_requests_waiting", G, ("model_name",), "Requests that wait, in this router and in its replicas"),
     Metric("vllm:kv_cache_usage_perc", G, ("model_name",), "Share of the KV blocks that are in use, from 0 to 1"),
@@ -264,17 +264,17 @@ OF_GATEWAYS: Final = (
         "Always 1: requests of adapters are not counted apart",
     ),
 )
-OF_THE_PROCESS: Final = (Metric("holdfast_build_info", G, ("version",), "Always 1: the version that runs"),)
+PROCESS_METRICS: Final = (Metric("holdfast_build_info", G, ("version",), "Always 1: the version that runs"),)
 
 SECTIONS: Final[Mapping[str, tuple[Metric, ...]]] = {
-    "Requests": OF_REQUESTS,
-    "Failover": OF_FAILOVER,
-    "Connections": OF_CONNECTIONS,
-    "Overload": OF_OVERLOAD,
-    "Replicas": OF_REPLICAS,
-    "Store": OF_THE_STORE,
-    "Gateways": OF_GATEWAYS,
-    "Process": OF_THE_PROCESS,
+    "Requests": REQUEST_METRICS,
+    "Failover": FAILOVER_METRICS,
+    "Connections": CONNECTION_METRICS,
+    "Overload": OVERLOAD_METRICS,
+    "Replicas": REPLICA_METRICS,
+    "Store": STORE_METRICS,
+    "Gateways": GATEWAY_METRICS,
+    "Process": PROCESS_METRICS,
 }
 METRICS: Final[Mapping[str, Metric]] = {one.name: one for section in SECTIONS.values() for one in section}
 SERIES: Final = frozenset(series for one in METRICS.values() for series in one.series)

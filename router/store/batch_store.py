@@ -103,10 +103,10 @@ class BatchStore:
         return await self._database.run(work)
 
     async def listed(
-        self, tenant: str, page: Page, is_asked: Callable[[dict[str, Any]], bool]
+        self, tenant: str, page: Page, is_selected: Callable[[dict[str, Any]], bool]
     ) -> tuple[list[dict[str, Any]], bool]:
         """Same as `ObjectStore.listed`."""
-        batches, has_more = await self._objects.listed(tenant, BATCH, page, is_asked)
+        batches, has_more = await self._objects.listed(tenant, BATCH, page, is_selected)
         return [await self.get(tenant, batch["id"]) for batch in batches], has_more
 
     async def delete(self, tenant: str, batch: Mapping[str, Any]) -> None:

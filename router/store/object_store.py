@@ -118,7 +118,7 @@ class ObjectStore:
         return await self.database.run(work)
 
     async def listed(
-        self, tenant: str, kind: str, page: Page, is_asked: Callable[[dict[str, Any]], bool]
+        self, tenant: str, kind: str, page: Page, is_selected: Callable[[dict[str, Any]], bool]
     ) -> tuple[list[dict[str, Any]], bool]:
         """Objects in the order in which they were made, and whether there are more. Raises `InvalidRequestError` for an
         `after` that is not there.
@@ -132,7 +132,7 @@ class ObjectStore:
             if not some:
                 break
             after = some[-1][0]
-            found += [one for _, one in some if is_asked(one)]
+            found += [one for _, one in some if is_selected(one)]
         return found[: page.limit], len(found) > page.limit
 
     async def delete(self, tenant: str, kind: str, object_id: str) -> None:

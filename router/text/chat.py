@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 
 from holdfast.router.chat import Chat, Message, check_messages, plain_messages
 from holdfast.router.text.adapted_messages import adapted
-from holdfast.router.text.template_budget import BudgetedEnvironment, SpentError, spending
+from holdfast.router.text.template_budget import BudgetedEnvironment, BudgetExceededError, spending
 from holdfast.router.text.template_traits import TemplateTraits, drops_role, traits_of
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
@@ -125,7 +125,7 @@ def render_chat(
         raise InvalidRequestError("chat.template_kwargs", reserved, "are not for a request to set")
     try:
         text = _rendered(template, variables | own, steps)
-    except SpentError as error:
+    except BudgetExceededError as error:
         raise TemplateBudgetError(error.message or "") from error
     except Exception as error:  # a template may raise anything, and most failures are due to the messages
         limit = f"the model's chat template refuses them: {error}"

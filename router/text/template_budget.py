@@ -46,7 +46,7 @@ _WIDE: Final = re.compile(r"%[^%a-zA-Z]*(\d{5}|\*)|\{[^{}]*(\d{5}|:[^{}]*\{)")
 """A format that pads to a large width, or to the width of an argument."""
 
 
-class SpentError(jinja2.TemplateRuntimeError):
+class BudgetExceededError(jinja2.TemplateRuntimeError):
     """The template does more than it may."""
 
 
@@ -59,15 +59,15 @@ class Budget:
         self._most = self.left = steps
 
     def spend(self, steps: int) -> None:
-        """Raises `SpentError` when nothing is left."""
+        """Raises `BudgetExceededError` when nothing is left."""
         self.left -= steps
         if self.left < 0:
-            raise SpentError(f"it was stopped after {self._most} steps (loops, calls, and the text they make)")
+            raise BudgetExceededError(f"it was stopped after {self._most} steps (loops, calls, and the text they make)")
 
     def spend_text(self, length: int) -> None:
         """Charges a text, or a list, of that length."""
         if length > MAX_LENGTH:
-            raise SpentError(f"it makes a text or list of length {length}; the maximum is {MAX_LENGTH}")
+            raise BudgetExceededError(f"it makes a text or list of length {length}; the maximum is {MAX_LENGTH}")
         self.spend(1 + length // CHARS_PER_STEP)
 
     def spend_parts(self, value: object, chars_per_step: int = 0) -> int:
@@ -92,7 +92,7 @@ class Budget:
                 num_chars += len(item)
                 self.spend(1 + len(item) // (chars_per_step or 1))
             elif kind is Namespace and chars_per_step:
-                raise SpentError("it writes a namespace as text")
+                raise BudgetExceededError("it writes a namespace as text")
             else:
                 self.spend(1)
         return num_chars
@@ -310,7 +310,7 @@ def _check_operands(budget: Budget, operator: str, left: Any, right: Any) -> Non
     if isinstance(left, int) and isinstance(right, int) and operator in ("*", "**"):
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_BITS:
-            raise SpentError(f"it computes an integer of about {bits} bits; the maximum is {MAX_BITS}")
+            raise BudgetExceededError(f"it computes an integer of about {bits} bits; the maximum is {MAX_BITS}")
 
 
 def _check_method(
@@ -326,7 +326,7 @@ def _check_method(
     elif name == "replace":
         _check_replace(budget, owner, given)
     elif name == "translate":
-        raise SpentError("it calls translate, which is not allowed")
+        raise BudgetExceededError("it calls translate, which is not allowed")
     if isinstance(owner, (str, bytes)):
         budget.spend(len(owner) // CHARS_PER_STEP)
     return args
@@ -336,13 +336,15 @@ def _check_widths(name: str, given: Iterable[Any]) -> None:
     for one in given:
         width = len(one) if isinstance(one, (str, bytes)) else one
         if isinstance(width, int) and abs(width) > (100 if name == "round" else MAX_WIDTH):
-            raise SpentError(f"it calls {name} with a width of {width}, which exceeds the limit of the budget")
+            raise BudgetExceededError(f"it calls {name} with a width of {width}, which exceeds the limit of the budget")
 
 
 def _check_format(budget: Budget, pattern: Any, given: list[Any]) -> None:
     text = str(pattern)
     if _WIDE.search(text):
-        raise SpentError(f"it formats to a width of more than {MAX_WIDTH - 1}, or to a width that is not a literal")
+        raise BudgetExceededError(
+            f"it formats to a width of more than {MAX_WIDTH - 1}, or to a width that is not a literal"
+        )
     num_chars = budget.spend_parts(given, CHARS_PER_STEP)
     budget.spend_text(len(text) + (text.count("%") + text.count("{")) * num_chars)
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.models.memory import MemoryEstimator
-from holdfast.worker.models.text_model import text_config, text_name, told_of_text_model
+from holdfast.worker.models.text_model import text_config, text_model_notice, text_name
 from holdfast.worker.models.weight_files import weight_bytes
 from tests.parity.harness import is_run_by, load, logits_in_chunks, on_ranks, relative_difference, worker_config
 from tests.parity.hybrids import DELTA_NET, EXPERTS, LFM2, LFM2_MOE
@@ -289,7 +289,7 @@ def test_only_the_text_model_counts_for_memory(tmp_path):
     text = sum(p.numel() for p in model.model.language_model.parameters()) + model.lm_head.weight.numel()
     assert weight_bytes(tmp_path) == 4 * text < 4 * sum(p.numel() for p in model.parameters())
     num_others = sum("visual" in name for name in model.state_dict())
-    assert f"; {num_others} tensors of other models" in str(told_of_text_model(tmp_path))
+    assert f"; {num_others} tensors of other models" in str(text_model_notice(tmp_path))
 
 
 def test_a_missing_tensor_is_named(tmp_path):

@@ -20,19 +20,19 @@ Age = tuple[int, int]
 """Eviction order of cached content, the least first: number of its queue, and position in it."""
 
 
-class Lodger(Protocol):
+class BlockBorrower(Protocol):
     """Owner of blocks for another use than keys and values, which gives them back before older cached blocks are
     evicted.
     """
 
     @property
     def num_idle(self) -> int:
-        """Blocks that the lodger can give back for other uses."""
+        """Blocks that the borrower can give back for other uses."""
         ...
 
     @property
     def num_lasting(self) -> int:
-        """Idle blocks that the lodger gives back last."""
+        """Idle blocks that the borrower gives back last."""
         ...
 
     def make_way(self, age: Age | None) -> bool:
@@ -83,15 +83,15 @@ class BlockAllocator:
         self.pins = Pins(max_num_pins)
         """To be read only."""
         self.clock = count() if clock is None else clock
-        self.lodger: Lodger | None = None
+        self.borrower: BlockBorrower | None = None
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated: those without an owner, with or without a cached prefix, and those of a lodger
-        that gives them back.
+        """Blocks that can be allocated: those without an owner, with or without a cached prefix, and those of a
+        borrower that gives them back.
         """
         own = len(self._blank) + len(self._evictable) + len(self._lasting) + len(self._kept)  # asked in every turn
-        return own if self.lodger is None else own + self.lodger.num_idle
+        return own if self.borrower is None else own + self.borrower.num_idle
 
     @property
     def oldest(self) -> Age | None:
@@ -153,10 +153,10 @@ class BlockAllocator:
         return block_ids
 
     def evict_next(self) -> int | None:
-        """Evicts the least recently used cached block and returns it; None: the lodger has freed blocks of older use
+        """Evicts the least recently used cached block and returns it; None: the borrower has freed blocks of older use
         instead.
         """
-        if self.lodger is not None and self.lodger.make_way(self.oldest):
+        if self.borrower is not None and self.borrower.make_way(self.oldest):
             return None
         block_id, _ = (self._evictable or self._lasting or self._kept).popitem(last=False)
         self.pins.drop(block_id)
@@ -166,7 +166,7 @@ class BlockAllocator:
         return block_id
 
     def lend(self, num_blocks: int) -> list[int]:
-        """Like `allocate`, for the lodger: blank blocks that others would get last."""
+        """Like `allocate`, for the borrower: blank blocks that others would get last."""
         while len(self._blank) < num_blocks:
             self.evict_next()
         block_ids, self._blank = self._blank[:num_blocks], self._blank[num_blocks:]
@@ -212,7 +212,7 @@ class BlockAllocator:
                     self._line_of(block_id).move_to_end(block_id, last=False)
             else:
                 self._blank.append(block_id)
-        most = self._most_lasting - (0 if self.lodger is None else self.lodger.num_lasting)
+        most = self._most_lasting - (0 if self.borrower is None else self.borrower.num_lasting)
         while len(self._lasting) > max(0, most):  # the oldest of them is as others are from now on
             block_id, _ = self._lasting.popitem(last=False)
             self._extended.discard(block_id)
@@ -301,8 +301,8 @@ class BlockAllocator:
         self._cache_of(block_id).evict(block_id)
 
     def _note_lost(self, block_id: int) -> None:
-        if self.lodger is not None and (block_hash := self._cache_of(block_id).hash_in(block_id)) is not None:
-            self.lodger.note_evicted(block_hash)
+        if self.borrower is not None and (block_hash := self._cache_of(block_id).hash_in(block_id)) is not None:
+            self.borrower.note_evicted(block_hash)
 
     def _line_of(self, block_id: int) -> OrderedDict[int, int]:
         """Line of eviction in which a cached block without an owner stands."""

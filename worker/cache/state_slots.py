@@ -48,7 +48,7 @@ class StateSlots:
         self._idle_blocks: set[int] = set()  # lent since memory was last given back
         self._idle_slots: set[int] = set()  # blank since then
         if blocks_per_slot:
-            blocks.lodger = self
+            blocks.borrower = self
 
     @property
     def num_slots(self) -> int:
@@ -195,7 +195,7 @@ class StateSlots:
         for slot in list(self._lent):
             self._vacate(slot)
 
-    # --- as the lodger of blocks ---
+    # --- as the borrower of blocks ---
 
     @property
     def num_idle(self) -> int:

@@ -236,9 +236,9 @@ class Engine:
         return self._core.load
 
     @property
-    def told_stats(self) -> EngineStats:
+    def reported_stats(self) -> EngineStats:
         """The load as last reported to listeners, from one of the last steps. Does not block."""
-        return self._core.told_stats
+        return self._core.reported_stats
 
     @property
     def has_work(self) -> bool:

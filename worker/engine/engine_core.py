@@ -35,8 +35,8 @@ STATS_EVERY_STEPS: Final = 32
 
 
 class EngineCore:
-    """A scheduler and its listeners' output queues. Not thread-safe, but for `load`, `told_stats`, `listeners` and the
-    scheduler's `has_work`.
+    """A scheduler and its listeners' output queues. Not thread-safe, but for `load`, `reported_stats`, `listeners` and
+    the scheduler's `has_work`.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -66,7 +66,7 @@ class EngineCore:
         self._stats_step_id = 0  # of the last step whose statistics were reported
         self.load = scheduler.load()
         """Load as last reported, for a listener without requests here. Read only."""
-        self.told_stats = scheduler.stats()
+        self.reported_stats = scheduler.stats()
         """Statistics last computed for listeners."""
 
     def put_below(self, tier: BlockTier) -> None:
@@ -333,7 +333,7 @@ class EngineCore:
             is_busy = self.scheduler.has_work
             if not is_busy or self._step_id >= self._stats_step_id + STATS_EVERY_STEPS:
                 self._stats_step_id = self._step_id
-                stats = self.told_stats = self.scheduler.stats()
+                stats = self.reported_stats = self.scheduler.stats()
         if self._feeds or (self.tier is not None and self.tier.has_store):
             self._note_cache_events()
         updates = []

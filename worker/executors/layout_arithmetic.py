@@ -117,7 +117,7 @@ def largest_share(num_heads: int, num_kv_heads: int, size: int) -> float:
     return 1 / size if uneven is None else max(uneven) / sum(uneven)
 
 
-def told_of_uneven(num_heads: int, num_kv_heads: int, size: int) -> str:
+def uneven_shares_notice(num_heads: int, num_kv_heads: int, size: int) -> str:
     """Cost of unequal shares, for the log of a start."""
     uneven = uneven_shares(num_heads, num_kv_heads, size)
     assert uneven is not None, "they are unequal"

@@ -16,7 +16,7 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
-from holdfast.worker.executors.layout_arithmetic import largest_share, told_of_uneven
+from holdfast.worker.executors.layout_arithmetic import largest_share, uneven_shares_notice
 from holdfast.worker.model_info import ModelInfo, Window, sequence_blocks
 from holdfast.worker.models.backend import Backend, BlockCache, LoadedBackend, load_backend
 from holdfast.worker.models.checkpoint_scheme import quantization_of
@@ -44,7 +44,7 @@ from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.pooling import Pooler, check_pooled, load_pooler
 from holdfast.worker.models.quantization.rule import NOT_QUANTIZED, rule_name
 from holdfast.worker.models.quantized_activations import check_quantized_activations
-from holdfast.worker.models.text_model import served_config, told_of_text_model
+from holdfast.worker.models.text_model import served_config, text_model_notice
 from holdfast.worker.models.weight_files import checkpoint_digest
 from holdfast.worker.models.weights import model_folder, read_json, tokenizer_folder
 from holdfast.worker.process_memory import available_memory
@@ -93,7 +93,7 @@ def load_model(
     check_pooled(config.model, folder)
     if has_weights:
         _check_room(config, folder, group, device)
-    if group.rank == 0 and (told := told_of_text_model(folder)) is not None:
+    if group.rank == 0 and (told := text_model_notice(folder)) is not None:
         logger.info("%s: %s", config.model.name, told)
     loaded = load_backend(config, folder, group, device, progress)
     backend, facts, target = loaded.backend, loaded.facts, loaded.target
@@ -176,7 +176,7 @@ def _largest_share(folder: Path, group: TensorParallelGroup) -> float:
         return 1 / size
     share = largest_share(heads, kv_heads, size)
     if share > 1 / size and group.rank == 0:
-        logger.warning("%s", told_of_uneven(heads, kv_heads, size))
+        logger.warning("%s", uneven_shares_notice(heads, kv_heads, size))
     return share
 
 

@@ -152,7 +152,7 @@ def name_in_model(folder: Path) -> Callable[[str], str | None]:
     return text_name if isinstance(raw, dict) and holds_text_model(raw) else str
 
 
-def told_of_text_model(folder: Path) -> str | None:
+def text_model_notice(folder: Path) -> str | None:
     """A line for the log: which of the checkpoint's models is served. None where there is one alone."""
     if name_in_model(folder) is str:
         return None

@@ -123,7 +123,7 @@ class BlockExchange:
         long at most.
         """
         engine, now = self._replica.engine, self._loop.time()
-        if self._replica.movers is None or not engine.told_stats.num_pinned_blocks:
+        if self._replica.movers is None or not engine.reported_stats.num_pinned_blocks:
             return
         first_s, ends_s = now + FIRST_ASKED_S, now + limit_s
         while now < ends_s and engine.failure is None:

@@ -48,20 +48,20 @@ class EndpointPicker:
         """`own` is this router as it is now; None where it serves no HTTP."""
         self._own = own
         self._random_index = random_index
-        self._told: dict[str, RouterEndpoint] = {}
+        self._announced: dict[str, RouterEndpoint] = {}
         self._num_sent = Counter[str]()
 
     def set_routers(self, routers: Collection[RouterEndpoint]) -> None:
         """Takes the directory's view of all routers."""
         known = {one.address: one for one in routers}
         for address in self._num_sent.keys() | known.keys():
-            if known.get(address) != self._told.get(address):
+            if known.get(address) != self._announced.get(address):
                 del self._num_sent[address]
-        self._told = known
+        self._announced = known
 
     def pick(self, subset: Collection[str] | None = None) -> list[str]:
         """Addresses, the first choice first; none where no router of the `subset`, or of all, has a replica."""
-        known, own = dict(self._told), self._own()
+        known, own = dict(self._announced), self._own()
         if own is not None:
             known[own.address] = own
         loads = {

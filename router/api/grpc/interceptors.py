@@ -97,7 +97,7 @@ OPEN: Final = (
 those of an endpoint picker the addresses of routers.
 """
 
-OF_OPERATORS: Final = (
+OPERATOR_SERVICES: Final = (
     "/holdfast.v1.AdminService/",
     "/holdfast.v1.Inference/GetLoad",
     "/grpc.channelz.v1.Channelz/",
@@ -121,7 +121,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # i
             return await continuation(details)
         try:
             caller = self._gate.enter(_presented(details))
-            if method.startswith(OF_OPERATORS):
+            if method.startswith(OPERATOR_SERVICES):
                 caller.check_operator()
         except HoldfastError as error:
             return _refusing(error, self._begun)

@@ -62,7 +62,7 @@ class _Run:
     waiting: list[bytes] = field(default_factory=list)
     begun: dict[str, Any] | None = None
     """The object while it is in progress."""
-    is_told: bool = False
+    is_announced: bool = False
     """The store says that it is in progress."""
     ended: dict[str, Any] | None = None
 
@@ -191,7 +191,7 @@ class BackgroundResponses:
 
     async def _store(self, run: _Run) -> bool:
         """Whether the job is still this router's."""
-        begun = None if run.is_told or run.begun is None else {**run.begun, "status": "in_progress"}
+        begun = None if run.is_announced or run.begun is None else {**run.begun, "status": "in_progress"}
         if run.ended is not None:
             return True  # with the end, all at once
         piece = run.take()
@@ -201,7 +201,7 @@ class BackgroundResponses:
             logger.warning("a background response cannot be stored yet: %s", error)
             run.waiting.insert(0, piece)
             return True
-        run.is_told = run.is_told or begun is not None
+        run.is_announced = run.is_announced or begun is not None
         self._tell()
         return is_mine
 

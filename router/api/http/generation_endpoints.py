@@ -121,7 +121,7 @@ class GenerationEndpoints:
                 response = Completions(body, answers, submission.identity.created, tokenizer)
                 return json_response(await unless_gone(request, response.whole()))
         generations[0].check_streamable()
-        if submission.comes_again:
+        if submission.is_recomputed:
             submission, generations = await unless_gone(request, self._redone(submission, generations))
         if submission.is_over:
             return Response(status_code=NO_CONTENT)
@@ -188,7 +188,7 @@ class GenerationEndpoints:
         shape: Shape = OPENAI,
     ) -> ASGIApp:
         """Server-sent events of one generation; 204 if the client has had the whole stream already."""
-        if submission.comes_again:
+        if submission.is_recomputed:
             submission, (generation,) = await unless_gone(request, self._redone(submission, [generation]))
         if submission.is_over:
             return Response(status_code=NO_CONTENT)

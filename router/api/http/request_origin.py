@@ -29,7 +29,7 @@ SETTING: Final = "router.http_allowed_hosts"
 CORS_SETTING: Final = "router.http_cors_origin"
 ANY: Final = "*"
 
-OF_OPERATORS: Final = ("/cluster", "/load", "/metrics")
+OPERATOR_PATHS: Final = ("/cluster", "/load", "/metrics")
 """Paths with data of all tenants. Paths below `/admin` are operators' too."""
 
 _FROM_ELSEWHERE: Final = ("cross-site", "same-site")
@@ -86,7 +86,7 @@ class RequestOrigins:
 
 def is_operators_path(path: str) -> bool:
     """Whether a path is for operators alone, and so for no page of another origin."""
-    return path in OF_OPERATORS or path.startswith("/admin")
+    return path in OPERATOR_PATHS or path.startswith("/admin")
 
 
 def check_json(request: Request) -> None:
@@ -152,7 +152,7 @@ def guarded(
             raise
         tell_guard(guard, request, has_key=True)
         charge(caller)
-        if path in OF_OPERATORS:
+        if path in OPERATOR_PATHS:
             caller.check_operator()
 
     async def open_request_stream(request: Request) -> ASGIApp:

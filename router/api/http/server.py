@@ -56,7 +56,7 @@ class Connection(HttpToolsProtocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(content), content))
 
 
-MOST_GUESTS: Final = 64
+MAX_GUESTS: Final = 64
 """Connections that arrived while none was accepted; further ones are refused before they are read."""
 
 REFUSED_RETRY_S: Final = 2
@@ -160,7 +160,7 @@ class BoundedProtocol(Connection):
 
     def _come_as_guest(self, overload: Overload) -> None:
         """Admits one request, which is served if it is of a kind that is never refused for being new."""
-        if len(self._guests) >= MOST_GUESTS:
+        if len(self._guests) >= MAX_GUESTS:
             self._refuse(503, str(overload.refuse_connection()))
             return
         self.is_guest = True

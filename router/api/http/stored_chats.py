@@ -75,13 +75,13 @@ class StoredChats:
             if (found := _METADATA.fullmatch(name)) is not None:
                 wanted[found[1]] = value
 
-        def is_asked(chat: dict[str, Any]) -> bool:
+        def is_selected(chat: dict[str, Any]) -> bool:
             return model in (None, chat["model"]) and wanted.items() <= chat["metadata"].items()
 
         if self._history.store is None:
             return json_response(listing([], has_more=False))
         objects = self._history.store.objects
-        chats, has_more = await objects.listed(self._history.tenant(request), CHAT, page, is_asked)
+        chats, has_more = await objects.listed(self._history.tenant(request), CHAT, page, is_selected)
         return json_response(listing(chats, has_more=has_more))
 
     async def get(self, request: Request) -> ASGIApp:

@@ -78,7 +78,7 @@ class Submission:
         return self.event_ids is not None and self.event_ids.is_over
 
     @property
-    def comes_again(self) -> bool:
+    def is_recomputed(self) -> bool:
         """Whether the client resumes after an event id, so that the tokens up to it are computed again."""
         return self.event_ids is not None and bool(self.event_ids.sequences)
 

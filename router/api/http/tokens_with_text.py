@@ -175,7 +175,7 @@ class TokensWithText:
         self._offsets = offsets
         self._held: list[tuple[int, TokenLogprob, int]] = []
         """Token, log-probability, offset."""
-        self._num_told = 0
+        self._num_reported = 0
         self._num_chars = 0
 
     @property
@@ -191,7 +191,7 @@ class TokensWithText:
         if len(delta.logprobs) < len(delta.token_ids):
             for token_id in delta.token_ids:
                 self._offsets.push(token_id)
-            self._num_told += len(delta.token_ids)
+            self._num_reported += len(delta.token_ids)
             return delta
         for token_id, said in zip(delta.token_ids, delta.logprobs, strict=True):
             self._held.append((token_id, said, self._offsets.push(token_id)))
@@ -199,8 +199,8 @@ class TokensWithText:
         ready, self._held = self._held[:count], self._held[count:]
         if not (ready or delta.text or delta.finish_reason is not None):
             return None
-        first = self._num_told
-        self._num_told += count
+        first = self._num_reported
+        self._num_reported += count
         return delta._replace(
             first_token_index=first,
             token_ids=tuple(token_id for token_id, _, _ in ready),

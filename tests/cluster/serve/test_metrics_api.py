@@ -20,7 +20,7 @@ OPEN = ClusterSecurity(token="t" * 40)
 
 
 def replica(failure: Exception | None = None) -> SimpleNamespace:
-    engine = SimpleNamespace(load=LOAD, told_stats=STATS, failure=failure)
+    engine = SimpleNamespace(load=LOAD, reported_stats=STATS, failure=failure)
     return SimpleNamespace(engine=engine, info=SimpleNamespace(model="m", block_size=16, num_blocks=10))
 
 

@@ -125,7 +125,7 @@ async def test_new_connections_get_health_operators_and_resumed_streams_alone(mo
 
 @on_a_loop
 async def test_guests_are_few_and_each_has_one_request(monkeypatch):
-    monkeypatch.setattr("holdfast.router.api.http.server.MOST_GUESTS", 2)
+    monkeypatch.setattr("holdfast.router.api.http.server.MAX_GUESTS", 2)
     async with pressed(monkeypatch, await FakeReplica.start()) as router:
         await router.press(STOP)
         host, _, port = router.place.router.http_address.rpartition(":")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from holdfast.router.metrics.catalogue import METRICS, OF_GATEWAYS, OF_REPLICAS, SERIES, MetricType
+from holdfast.router.metrics.catalogue import GATEWAY_METRICS, METRICS, REPLICA_METRICS, SERIES, MetricType
 from holdfast.router.metrics.exposition import Sample, exposed, gateway_samples, process_samples, replica_samples
 from holdfast.worker.request import EngineLoad
 from holdfast.worker.step_update import NO_STEPS, TOKEN_TIMES_S, EngineStats, Histogram
@@ -83,7 +83,7 @@ def test_nearly_every_figure_of_ours_is_drawn_or_alerted_by():
     unseen = {
         one.name
         for one in METRICS.values()
-        if not any(re.search(rf"\b{series}\b", text) for series in one.series) and one not in OF_GATEWAYS
+        if not any(re.search(rf"\b{series}\b", text) for series in one.series) and one not in GATEWAY_METRICS
     }
     assert unseen == {
         "holdfast_build_info",
@@ -119,7 +119,7 @@ def test_the_page_and_the_dashboard_are_current():
 
 def test_a_replica_tells_all_of_its_figures():
     heard = {sample.name: sample for sample in replica_samples("m", "r", LOAD, STATS)}
-    assert heard.keys() == {one.name for one in OF_REPLICAS}
+    assert heard.keys() == {one.name for one in REPLICA_METRICS}
     assert heard["holdfast_replica_kv_cache_usage_ratio"].value == pytest.approx(0.4)
     steps = heard["holdfast_replica_step_seconds"].value
     assert (steps.num_values, steps.total) == (2, 3)
@@ -135,7 +135,7 @@ def test_gateways_find_the_names_that_they_ask_for():
         *process_samples("1"),
     ]
     heard = {sample.name: (sample.labels, sample.value) for sample in samples}
-    assert {one.name for one in OF_GATEWAYS} < heard.keys()
+    assert {one.name for one in GATEWAY_METRICS} < heard.keys()
     assert heard["vllm:num_requests_waiting"] == (("m",), 2)
     assert heard["vllm:cache_config_info"] == (("m", "16", "10"), 1)
     lines = exposed(samples)[0].decode().splitlines()

@@ -74,7 +74,7 @@ BAD = {
     ],
     "allowed_token_ids": [
         ({"allowed_token_ids": [1, 256]}, "vocabulary size, 256"),
-        ({"allowed_token_ids": [1] * 257}, "at most as many token ids as the vocabulary, 256"),
+        ({"allowed_token_ids": [1] * 257}, "at most one token id per entry of the vocabulary, 256"),
     ],
     "logprobs": [({"logprobs": -1}, "at most 20 ("), ({"logprobs": 21}, "[0, 20]")],
     "prompt_logprobs": [({"prompt_logprobs": -1}, "at most 20 ("), ({"prompt_logprobs": 21}, "[0, 20]")],

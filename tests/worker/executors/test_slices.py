@@ -9,8 +9,8 @@ from holdfast.worker.executors.layout_arithmetic import (
     num_slices,
     shares_evenly,
     slices_of_rank,
-    told_of_uneven,
     uneven_shares,
+    uneven_shares_notice,
 )
 
 
@@ -70,5 +70,5 @@ def test_an_even_number_of_heads_has_the_slices_that_it_always_had():
 
 
 def test_what_it_costs_is_told():
-    assert "(6, 3 query heads)" in told_of_uneven(9, 3, 2)
-    assert "67% of the model, where equal shares would be 50%" in told_of_uneven(9, 3, 2)
+    assert "(6, 3 query heads)" in uneven_shares_notice(9, 3, 2)
+    assert "67% of the model, where equal shares would be 50%" in uneven_shares_notice(9, 3, 2)

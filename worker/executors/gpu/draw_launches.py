@@ -30,7 +30,7 @@ EDITS: Final[int] = rows.EDITS.value
 """The places of the given token and of the edits' number in a record."""
 EDIT_WORDS: Final[int] = edits.EDIT.value
 
-TOLD_WORDS: Final[int] = reports.HEAD.value
+REPORT_WORDS: Final[int] = reports.HEAD.value
 """Words of a row's report before its best tokens."""
 
 _CHUNK: Final[int] = rows.CHUNK.value
@@ -127,7 +127,7 @@ class DrawLaunches:
         self._run(edits.restore_rows, (len(given.records),), arguments)
 
     def tell(self, given: Rows, drawn: Tensor, most: int) -> Tensor:
-        """Reports about the drawn tokens [rows, TOLD_WORDS + 2 most], int32, with at most `most` best tokens each."""
+        """Reports about the drawn tokens [rows, REPORT_WORDS + 2 most], int32, with at most `most` best tokens each."""
         take, num_rows, num_chunks = self._buffers.take, len(given.records), given.num_chunks
         num_blocks = num_chunks * _CHUNK_BLOCKS
         shared = _shared(given)
@@ -135,7 +135,7 @@ class DrawLaunches:
             "bests": take("raw bests", (num_rows, num_blocks)),
             "masses": take("raw masses", (num_rows, num_blocks)),
         }
-        told = take("told", (num_rows, TOLD_WORDS + 2 * most), torch.int32)
+        told = take("told", (num_rows, REPORT_WORDS + 2 * most), torch.int32)
         listed = take("listed", (num_rows, num_blocks), torch.int32)
         out = {"drawn": drawn, "told": told, "listed": listed, "most": most, "BLOCKS": _power(num_blocks)}
         self._run(reports.block_masses, (num_rows, num_chunks), {**shared, **found})

@@ -17,7 +17,7 @@ from holdfast.worker.executors.gpu.draw_launches import (
     EDITS,
     GIVEN,
     RECORD_WORDS,
-    TOLD_WORDS,
+    REPORT_WORDS,
     DrawLaunches,
     DrawnTokens,
     Edits,
@@ -174,7 +174,7 @@ class DeviceSampler:
         if most == NONE:
             nothing = np.empty((len(words), 0), np.int32)
             return SamplerOutput(words[:, None], nothing, nothing.view(np.float32)).sampled(drawing.draws)
-        head, ids, logprobs = np.split(words, [TOLD_WORDS, TOLD_WORDS + most], 1)
+        head, ids, logprobs = np.split(words, [REPORT_WORDS, REPORT_WORDS + most], 1)
         return SamplerOutput(head, ids, logprobs.view(np.float32)).sampled(drawing.draws)
 
     def warm_up(self, logits: Tensor) -> None:
@@ -214,7 +214,7 @@ class DeviceSampler:
         return self._buffers.take("drawn", (num_rows,), torch.int32)
 
     def _told(self, num_rows: int, most: int) -> Tensor:
-        return self._buffers.take("told", (num_rows, TOLD_WORDS + 2 * most), torch.int32)
+        return self._buffers.take("told", (num_rows, REPORT_WORDS + 2 * most), torch.int32)
 
     def _records(self, packed: list[bytes], padded: int) -> Tensor:
         """The records on the device, with those of rows that are none behind them."""
