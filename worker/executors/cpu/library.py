@@ -143,6 +143,9 @@ def _declared(library: CDLL) -> CDLL:
         *(c_int, *(c_void_p,) * 6, c_long, c_int, POINTER(NativeUnits), c_void_p),
     )
     _declare(library, "native_compact_bytes", c_long, c_int)
+    _declare(library, "native_coded_bytes", c_long, c_int, c_int)
+    coded = (c_void_p, c_void_p, c_void_p, c_long, c_int, c_int, c_void_p)
+    _declare(library, "native_pack_codes", c_int, *coded)
     _declare(library, "native_expand", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)
     searched = (c_void_p, c_int, c_long, c_long, c_long, c_int, c_void_p, c_void_p)
     _declare(library, "native_search_codes", c_int, *searched)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.worker.executors.cpu.code_packing import PackedCodes, pack_codes
 from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, Site, placed, put_rows, row_addresses, with_rows
 from holdfast.worker.executors.cpu.structures import NativeLinear, NativeNorm, NativeUnits
@@ -83,6 +84,11 @@ class PartPacker:
             memory_of = self._arena, self._library, self._pool
             packed = pack_units(linear.units, rows, *memory_of, uses_up=spent)
             return self._described(linear, rows, slices, slice_tiles, packed)
+        if linear.codes and self._compactor is not None:
+            codes = pack_codes(linear.stored, rows, slices, self._arena, self._library, self._pool)
+            if codes is not None:
+                self._give_back(linear)
+                return self._described(linear, rows, slices, slice_tiles, codes)
         memory = self._memory(TileShape(len(rows), k_tiles * TILE * self._itemsize, k_tiles))
         if self._arena.is_packed:
             if self._spent is not None:
@@ -91,12 +97,21 @@ class PartPacker:
             self._pack_codes(linear, rows, memory, slices=slices)
         else:
             self._pack(linear, rows, memory, slices=slices, in_order=in_order)
-        for code in linear.stored if self._spent is not None else ():
-            discard_contents(code.mapped)
+        self._give_back(linear)
         return self._described(linear, rows, slices, slice_tiles, memory)
 
+    def _give_back(self, linear: Linear) -> None:
+        """Gives back the memory of codes that have been packed."""
+        for code in linear.stored if self._spent is not None else ():
+            discard_contents(code.mapped)
+
     def _described(
-        self, linear: Linear, rows: IntArray, slices: int, slice_tiles: int, memory: TileMemory | PackedUnits
+        self,
+        linear: Linear,
+        rows: IntArray,
+        slices: int,
+        slice_tiles: int,
+        memory: TileMemory | PackedUnits | PackedCodes,
     ) -> NativeLinear:
         units = memory if isinstance(memory, PackedUnits) else None
         self._kept.append(units)
@@ -112,6 +127,7 @@ class PartPacker:
             groups=len(rows) // GROUP,
             outputs=linear.out_features,
             panel_bytes=memory.panel_bytes,
+            code_run=memory.code_run if isinstance(memory, PackedCodes) else 0,
             units=NativeUnits() if units is None else units.form,
             panels=None if units is None else units.panels,
         )

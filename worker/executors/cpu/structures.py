@@ -33,6 +33,7 @@ class NativeLinear(Structure):
         ("panel_bytes", c_long),
         ("units", NativeUnits),
         ("panels", POINTER(NativePanel)),
+        ("code_run", c_int),
         ("site", c_int),
     )
 

@@ -19,6 +19,7 @@ from holdfast.worker.executors.cpu.part_packing import GROUP, TILE
 from holdfast.worker.executors.cpu.tile_memory import Arena, Compactor
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
 from holdfast.worker.executors.linears import Linear
+from holdfast.worker.executors.stored_matrix import StoredMatrix
 
 ALL = (*CLASSES, *IN_SOFTWARE)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -58,20 +59,29 @@ class Product(PackedModel):
     """One linear, packed by one thread."""
 
     def __init__(
-        self, library: CDLL, weight: Tensor, slices: int = 1, rows: IntArray | None = None, *, compacts: bool = False
+        self,
+        library: CDLL,
+        weight: Tensor | StoredMatrix,
+        slices: int = 1,
+        rows: IntArray | None = None,
+        *,
+        compacts: bool = False,
     ) -> None:
+        """Packs a weight, or one that is stored as codes, whose numbers are bfloat16."""
+        linear = Linear(weights=(weight,)) if isinstance(weight, Tensor) else Linear(codes=(weight,))
+        dtype = weight.dtype if isinstance(weight, Tensor) else BF16
         self._library = library
         self._kept = []
         self._arena = Arena()
-        self._itemsize = weight.dtype.itemsize
-        self.dtype = DTYPES[weight.dtype]
-        self._dtype = self._number_type = weight.dtype
+        self._itemsize = dtype.itemsize
+        self.dtype = DTYPES[dtype]
+        self._dtype = self._number_type = dtype
         self._slice = weight.shape[1] // slices
         self._slices = slices
         self._pool = library.native_pool_create(1, -1, None)
         self._compactor = Compactor(library, self._pool) if compacts else None
         self._outputs = len(weight) if rows is None else len(rows)
-        self.native = self._linear(Linear(weights=(weight,)), slices=slices, rows=rows)
+        self.native = self._linear(linear, slices=slices, rows=rows)
         self.native.outputs = self.native.groups * GROUP
 
     def __call__(self, inputs: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ CHOSEN = (
     " or among_all or parted or stored_by_the_rule or blocks_and_threads_have"
     " or bits_of_the_rule or they_have_apart or known_ones or neighbours_and_slots or any_of_its_drafts"
     " or chunks_and_threads or company_and_in_chunks or beside_quantized"
+    " or of_the_dequantized or those_of_torch or of_the_written_rule or of_the_format or where_products_read"
+    " or is_found or nan_is_refused"
 )
 BF16_ALONE = (
     " and not equal_logits and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
@@ -55,6 +57,7 @@ def test_no_sanitizer_complains(name, tmp_path):
             "attention",
             "bits",
             "compact_weights",
+            "coded_weights",
             "sequences",
             "wanted_rows",
             "long_contexts",
@@ -69,6 +72,7 @@ def test_no_sanitizer_complains(name, tmp_path):
             "sampler_searches",
         )
     ]
+    files.append(str(FOLDER.parents[1] / "models/quantization/test_at_load.py"))  # codes, and numbers of codes
     words = [sys.executable, "-c", RUN, str(library), "-k", chosen, "-m", "not slow", *files]
     result = subprocess.run(words, env=sanitized.environment(), capture_output=True, text=True)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]

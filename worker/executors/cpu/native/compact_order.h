@@ -4,7 +4,7 @@
 // and the mantissa. The high one has the sign and the exponent's upper seven bits; eight of those bits' values are those of
 // all but one number in five thousand. So half a byte says which of sixteen high bytes it is, and others are listed before
 // the panel's tiles. (That trained weights have few exponents is known: "DFloat11", arXiv:2504.11651.)
-// Plain C++: `compact.cpp` is compiled for any x86-64. Reading a tile is in `compact.h`.
+// Plain C++. Writing a panel is in `compact_write.h`, reading a tile in `compact.h`.
 #pragma once
 #include <stdint.h>
 

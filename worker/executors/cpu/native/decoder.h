@@ -30,6 +30,7 @@ struct NativeLinear {
   long panel_bytes;  // of a compact panel (`compact_order.h`) or one of units; 0: tiles
   NativeUnits units;
   const NativePanel* panels;  // [groups * 2], of a weight whose panels have units of several forms; or null
+  int code_run;               // k tiles that share scales, of panels of codes (`coded_order.h`); 0: it has none
   int site;                   // its number, from 1, among the linears that adapters may add to; 0: it is none of them
 };
 

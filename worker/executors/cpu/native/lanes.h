@@ -100,6 +100,7 @@ NATIVE_INLINE void wide_store(float* p, Wide a) { _mm512_storeu_ps(p, a); }
 NATIVE_INLINE Wide wide_all(const float* p) { return _mm512_set1_ps(*p); }
 NATIVE_INLINE Wide wide_zero() { return _mm512_setzero_ps(); }
 NATIVE_INLINE Wide wide_add(Wide a, Wide b) { return _mm512_add_ps(a, b); }
+NATIVE_INLINE Wide wide_times(Wide a, Wide b) { return _mm512_mul_ps(a, b); }
 NATIVE_INLINE Wide wide_fma(Wide a, Wide b, Wide c) { return _mm512_fmadd_ps(a, b, c); }
 // Columns `c` onwards of row pair `p` of a tile: the elements of even k and of odd k.
 NATIVE_INLINE Wide even_of(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
@@ -231,6 +232,7 @@ NATIVE_INLINE void wide_store(float* p, Wide a) { _mm256_storeu_ps(p, a); }
 NATIVE_INLINE Wide wide_all(const float* p) { return _mm256_broadcast_ss(p); }
 NATIVE_INLINE Wide wide_zero() { return _mm256_setzero_ps(); }
 NATIVE_INLINE Wide wide_add(Wide a, Wide b) { return _mm256_add_ps(a, b); }
+NATIVE_INLINE Wide wide_times(Wide a, Wide b) { return _mm256_mul_ps(a, b); }
 NATIVE_INLINE Wide wide_fma(Wide a, Wide b, Wide c) { return _mm256_fmadd_ps(a, b, c); }
 NATIVE_INLINE Wide even_of(const Bf16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16));

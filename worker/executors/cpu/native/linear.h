@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "coded_tiles.h"
 #include "compact_stream.h"
 #include "fma.h"
 #include "tile_rows.h"
@@ -33,10 +34,12 @@ template <class W> struct Packed {
   long panel_bytes;  // of compact panels (`compact_order.h`), or of panels of units; 0: the tiles lie as they are
   UnitForm units;    // a unit lies where a k tile would
   const NativePanel* panels;  // each of its own form, or null
+  int code_run;               // of panels of codes (`coded_order.h`); 0: it has none
   int k_tiles() const { return slices * slice_tiles; }
   long row_length() const { return (long)k_tiles() * K_TILE; }
   const W* group(int g) const { return tiles + (long)g * k_tiles() * 4 * TILE; }
   CompactPanel panel(int i) const { return {(const char*)tiles + i * panel_bytes, k_tiles() * 2}; }
+  CodedPanel coded_panel(int i) const { return {(const char*)tiles + i * panel_bytes, k_tiles(), code_run}; }
   UnitPanel unit_panel(int i, int first, int count) const {
     const UnitForm form = panels ? form_of(panels[i].units) : units;
     const uint8_t* panel = panels ? (const uint8_t*)panels[i].first : (const uint8_t*)tiles + i * panel_bytes;
@@ -47,6 +50,11 @@ template <class W> struct Packed {
 
 // Of 16 outputs, the tile of inputs 32 `k` onwards as it was packed; `read` is room for one that is compact.
 template <class W> NATIVE_INLINE const W* tile_of(const Packed<W>& w, int column, int k, W* read) {
+  if constexpr (std::is_same<W, Bf16>::value)
+    if (w.code_run) {
+      const CodedPanel panel = w.coded_panel(column / 2);
+      return read_coded_tile<0>(panel.tile(k * 2 + column % 2), panel.scales(k) + column % 2 * 16, read), read;
+    }
   if constexpr (std::is_same<W, Bf16>::value)
     if (w.panel_bytes) return read_tiles<0>(w.panel(column / 2), k * 2 + column % 2, 1, read), read;
   return w.tiles + ((long)(column / 2) * w.k_tiles() + k) * 2 * TILE + column % 2 * TILE;
@@ -240,6 +248,36 @@ void compact_product(Scratch& scratch, const Packed<Bf16>& w, int group, const I
   }
 }
 
+// Of weights in codes; of more than a few rows, some tiles of a panel at a time are read into the first cache.
+template <class F>
+void coded_product(Scratch& scratch, const Packed<Bf16>& w, int group, const InputRows<Bf16>& in, int first, int end,
+                   float* sums) {
+  const int piece = !in.factors || FactorOf<Bf16>::AS_THEY_LIE ? WHOLE_PIECE_TILES : PIECE_TILES;
+  for (int half = 0; half < 2; half++) {
+    const CodedPanel panel = w.coded_panel(group * 2 + half);
+    float* out = sums + half * PANEL;
+#ifdef __AVX512F__
+    if (in.factors && in.count <= most_in_registers<F>) {
+      coded_rows<F>(in.factors, in.factor_stride, in.count, panel, first, end, out, GROUP);
+      continue;
+    }
+#endif
+    for (int from = first; from < end; from += piece) {
+      const int tiles = std::min(end - from, piece);
+      read_coded<FAR_BYTES>(panel, from, tiles, scratch.read);
+#ifdef NATIVE_TILES
+      if (!in.factors) {
+        pass_rows(scratch.tiles, in.rows + (long)from * K_TILE, in.stride, in.count, scratch.read, 0, tiles, out,
+                  from > first, nullptr);
+        continue;
+      }
+#endif
+      add_panel<false>(in.factors + factors_in<F>((long)from * K_TILE), in.factor_stride, in.count, scratch.read, tiles,
+                       out, from > first, scratch.widened, nullptr, 0);
+    }
+  }
+}
+
 NATIVE_INLINE void add_to(float* sums, const float* others, int count) {
   for (int i = 0; i < count; i += 16) store(sums + i, load(sums + i) + load(others + i));
 }
@@ -256,6 +294,8 @@ void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputR
                    int next_group = -1) {
   int first = slice * w.slice_tiles, end = first + w.slice_tiles;
   if (w.units.is_there()) return slice_of_units(w, group, in.units + first, in.count, first, sums);
+  if constexpr (std::is_same<W, Bf16>::value)
+    if (w.code_run) return coded_product<typename InputRows<W>::Factor>(scratch, w, group, in, first, end, sums);
   if constexpr (std::is_same<W, Bf16>::value)
     if (w.panel_bytes)
       return compact_product<typename InputRows<W>::Factor>(scratch, w, group, in, first, end, sums, next_group);

@@ -1,4 +1,4 @@
-// Packing of quantized weights into units, once at load: see `units.h` for the layout. Compiled for any x86-64.
+// Packing of quantized weights into units, once at load: see `units.h` for the layout.
 #include <stdint.h>
 #include <string.h>
 

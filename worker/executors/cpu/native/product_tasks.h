@@ -11,7 +11,7 @@ const int LONG_ROW = 2560, MOST_GROUPS = 4;  // of a product of many rows: input
 
 template <class W> NATIVE_INLINE Packed<W> packed(const NativeLinear& linear) {
   return {(const W*)linear.tiles, linear.slices,         linear.slice_tiles, linear.groups,
-          linear.panel_bytes,     form_of(linear.units), linear.panels};
+          linear.panel_bytes,     form_of(linear.units), linear.panels,      linear.code_run};
 }
 
 // So many that the rows of a task stay in the second cache.

@@ -1,5 +1,5 @@
 // Where the numbers of a tile lie: 32 inputs of 16 outputs, as the products of a library's class read them.
-// Packed weights and pages of the KV cache are made of such tiles. Plain C++: `packing.cpp` is compiled for any x86-64.
+// Packed weights and pages of the KV cache are made of such tiles. Plain C++.
 #pragma once
 
 namespace {

@@ -35,7 +35,6 @@ NATIVE_INLINE Wide wide_of(Whole a) { return _mm512_cvtepi32_ps(a); }
 NATIVE_INLINE Wide wide_minus(Wide a) {
   return _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x80000000)));
 }
-NATIVE_INLINE Wide wide_times(Wide a, Wide b) { return _mm512_mul_ps(a, b); }
 NATIVE_INLINE Wide wide_halves(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 NATIVE_INLINE Wide wide_bfloats(const void* p) { return load((const Bf16*)p).v; }
 #define NATIVE_ANY_REGISTER "v"
@@ -64,7 +63,6 @@ template <int N> NATIVE_INLINE Whole words_right(Whole a) { return _mm256_srli_e
 template <int N> NATIVE_INLINE Whole words_left(Whole a) { return _mm256_slli_epi16(a, N); }
 NATIVE_INLINE Wide wide_of(Whole a) { return _mm256_cvtepi32_ps(a); }
 NATIVE_INLINE Wide wide_minus(Wide a) { return _mm256_xor_ps(a, _mm256_set1_ps(-0.0f)); }
-NATIVE_INLINE Wide wide_times(Wide a, Wide b) { return _mm256_mul_ps(a, b); }
 NATIVE_INLINE Wide wide_halves(const void* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 NATIVE_INLINE Wide wide_bfloats(const void* p) { return widened((const Bf16*)p); }
 #define NATIVE_ANY_REGISTER "x"
