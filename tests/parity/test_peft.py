@@ -8,7 +8,9 @@ from tests.parity.families import save_tiny_model
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.cpu.test_adapters import Adapted, stated
 
-peft = pytest.importorskip("peft", reason="PEFT is no dependency: pip install peft")
+peft = pytest.importorskip("peft", reason="needs the dev extra: pip install peft accelerate")
+
+pytestmark = pytest.mark.timeout(300)  # the first import of PEFT compiles it
 
 QKV, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 FAMILIES = {

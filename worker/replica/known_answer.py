@@ -164,6 +164,10 @@ class KnownAnswerCheck:
         """Stops asking; a question that is about to be asked may still come."""
         self._loop.stop()
 
+    def join(self) -> None:
+        """Waits after `stop` for a question that is being asked."""
+        self._loop.join()
+
     def ask(self, priority: Priority | None = None) -> bool:
         """Asks once, without waiting; False if the last question is still open. Raises if the engine has ended."""
         with self._asking:

@@ -14,6 +14,9 @@ from holdfast.worker.replica.processes import CoreWait
 
 logger = logging.getLogger(__name__)
 
+JOIN_S: Final = 5.0
+"""Seconds that a stop waits for a look: one takes milliseconds, and may wait for a core on a busy machine."""
+
 
 class ProbeLoop:
     """One probe on a separate thread, so that a waiting probe holds up no other. A look that fails is logged."""
@@ -35,6 +38,13 @@ class ProbeLoop:
     def stop(self) -> None:
         """Returns at once: a look may be under way. From any thread, also out of a look. Safe to call twice."""
         self._stopped.set()
+
+    def join(self) -> None:
+        """Waits after `stop` for the look under way, at most `JOIN_S`; what the look refers to is then freed. Returns at
+        once where a look calls it, and before `start`.
+        """
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_S)
 
     def finish(self) -> None:
         """Stops, waits for the look that is under way, and looks once more."""
@@ -104,6 +114,10 @@ class Watchdog:
     def stop(self) -> None:
         """`on_frozen` is not called after this, unless the call is just about to be made."""
         self._loop.stop()
+
+    def join(self) -> None:
+        """Waits after `stop` for the look under way."""
+        self._loop.join()
 
     def look(self) -> bool:
         """One look: whether the engine is frozen now."""

@@ -239,6 +239,8 @@ class Replica:
             logger.debug("leaving a group that is broken already: %s", error)
         if self._heartbeat_pipe is not None:
             self._heartbeat_pipe.cut()
+        self._watchdog.join()
+        self._known_answer_check.join()
         take_back()  # the caller's objects may be among the objects that were set aside
 
     def _begin(self) -> None:

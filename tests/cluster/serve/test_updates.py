@@ -160,7 +160,7 @@ def test_what_fails_halfway_is_undone():
 def test_a_second_update_is_refused_while_one_is_under_way():
     cluster = FakeCluster()
     cluster.replicas[NEW] = 1
-    with pytest.raises(ConfigurationError, match="2 applications"):
+    with pytest.raises(ConfigurationError, match="2 separate applications"):
         update(cluster)
     assert cluster.done == []
 

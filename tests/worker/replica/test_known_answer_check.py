@@ -102,6 +102,7 @@ class CheckedEngine:
 
     def until_answered(self) -> None:
         self.until(lambda: self.known_answer_check._open is None)
+        self.engine.stats(TIMEOUT_S)  # the engine's thread has gone on from there: its counts are of that answer
 
 
 @pytest.fixture

@@ -172,7 +172,7 @@ async def test_envoy_sends_each_request_where_its_picker_says(tmp_path):
             place.directory.set([own], routers=[listed])
 
             async def is_known(listed=listed) -> bool:
-                return listed in place.router._picker._told.values()
+                return listed in place.router._picker._announced.values()
 
             await eventually(is_known)
             before = num_completions(chosen), num_completions(left)
