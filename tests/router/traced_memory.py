@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 NUM_CALLS = 12
-"""Each also leaves a connection's objects of 8 kB, in circles, to the collector; all together less than two requests."""
+"""Each call also leaves 8 kB of its connection, in cycles, to the collector; all together less than two requests."""
 
 
 @pytest.fixture

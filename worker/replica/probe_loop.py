@@ -40,8 +40,8 @@ class ProbeLoop:
         self._stopped.set()
 
     def join(self) -> None:
-        """Waits after `stop` for the look under way, at most `JOIN_S`; what the look refers to is then freed. Returns at
-        once where a look calls it, and before `start`.
+        """Waits after `stop` for the look under way, at most `JOIN_S`; what it refers to is then free. Returns at once
+        where a look calls it, and before `start`.
         """
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
