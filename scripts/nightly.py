@@ -16,6 +16,8 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent
 NUM_SEEDS: Final = 10_000
 FUZZ_MINUTES: Final = 10
+SHARED: Final = ("-n", "2", "--dist", "loadscope", "--no-loadscope-reorder")
+"""Options of pytest for tests in two processes, a file at a time, as in `make test`."""
 
 
 def files_of(part: int, num_parts: int) -> list[str]:
@@ -30,7 +32,7 @@ def commands(part: int, num_parts: int) -> list[list[str]]:
     first, last = (NUM_SEEDS * number // num_parts for number in (part - 1, part))
     once: list[list[str]] = [["tests.router.schemas.corpus"], ["scripts.vllm_suite.run"]]
     return [
-        [*python, "pytest", "-q", *files_of(part, num_parts)],
+        [*python, "pytest", "-q", *SHARED, *files_of(part, num_parts)],
         [holdfast, "simulate", "--seeds", f"{first}:{last}", "--jobs", "0", "--max-failures", "10"],
         [*python, "tests.fuzz", "--minutes", f"{FUZZ_MINUTES / num_parts:.2f}"],
         *([*python, *command] for command in once[part - 1 :: num_parts]),
