@@ -28,8 +28,8 @@ from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.worker.engine.block_mover import BlockMover
 from holdfast.worker.sampling_params import SamplingParams
 
-LEAST_ID: Final = 100
-MOST_ID: Final = 20_000
+MIN_ID: Final = 100
+MAX_ID: Final = 20_000
 """Token ids of prompts: of any vocabulary that real models have."""
 STREAM_PROMPT: Final = 32
 
@@ -41,7 +41,7 @@ def engine_of(arguments: argparse.Namespace, store: str) -> InferenceEngine:
 
 def prompt_of(number: int, num_tokens: int) -> list[int]:
     generator = random.Random(number)
-    return [generator.randrange(LEAST_ID, MOST_ID) for _ in range(num_tokens)]
+    return [generator.randrange(MIN_ID, MAX_ID) for _ in range(num_tokens)]
 
 
 def first_token(engine: InferenceEngine, prompt: list[int]) -> dict[str, Any]:

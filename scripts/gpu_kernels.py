@@ -58,7 +58,7 @@ _DTYPES: Final = {
 }
 _SHARED_BYTES: Final = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
 """Of a multiprocessor; a block takes 1 KiB more than it asks for."""
-_REGISTERS, _MOST_WARPS, _MOST_BLOCKS = 65536, 64, 32
+_REGISTERS, _MAX_WARPS, _MAX_BLOCKS = 65536, 64, 32
 _INSTRUCTION: Final = re.compile(
     r"(wgmma\.mma_async)\.sync\.aligned\.(m\d+n\d+k\d+)|(mma)\.sync\.aligned\.(m\d+n\d+k\d+)|(tcgen05\.mma)\b"
 )
@@ -277,7 +277,7 @@ def occupancy(device: int, registers: int, shared_bytes: int, num_warps: int) ->
     of_a_warp = -(-registers * 32 // 256) * 256
     by_registers = _REGISTERS // of_a_warp // num_warps
     by_memory = _SHARED_BYTES[device] // (shared_bytes + 1024)
-    return min(by_registers, by_memory, _MOST_WARPS // num_warps, _MOST_BLOCKS) * num_warps
+    return min(by_registers, by_memory, _MAX_WARPS // num_warps, _MAX_BLOCKS) * num_warps
 
 
 def table(uses: Iterable[Use], devices: Iterable[int] = DEVICES) -> dict[str, dict[str, Any]]:

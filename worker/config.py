@@ -134,7 +134,7 @@ class ParallelConfig(Settings):
     )
 
 
-LEAST_OFFLOAD_BYTES: Final = 16 << 20
+MIN_OFFLOAD_BYTES: Final = 16 << 20
 """Minimum size of the disk tier; a smaller one would hold a few prompts."""
 
 KVCacheDtype = Literal["auto", "bfloat16", "float16", "float32", "int8", "fp8"]
@@ -189,8 +189,8 @@ class CacheConfig(Settings):
             found = parse_bytes(size) if folder and size else None
             if not isinstance(found, int):
                 raise ValueError(f"{given!r} is no folder and size; write it like /var/cache/holdfast,100GB")
-            if found < LEAST_OFFLOAD_BYTES:
-                raise ValueError(f"{given!r}: the size must be at least {LEAST_OFFLOAD_BYTES >> 20}MiB")
+            if found < MIN_OFFLOAD_BYTES:
+                raise ValueError(f"{given!r}: the size must be at least {MIN_OFFLOAD_BYTES >> 20}MiB")
         return given
 
     @model_validator(mode="after")

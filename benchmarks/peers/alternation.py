@@ -16,7 +16,7 @@ from benchmarks.peers.server import Answer, ServerError
 
 Say = Callable[[str], None]
 Measured = TypeVar("Measured", Run, Pair)
-_MOST_BURSTS: Final = 10
+_MAX_BURSTS: Final = 10
 
 
 class Answering(Protocol):
@@ -79,7 +79,7 @@ class Alternation:
             with _noting(result.comparisons[peer.name], peer.name):
                 warm_ups[peer.name] = self._run(peer, case, "warm", 1)
         fastest_s = min(run.seconds for run in warm_ups.values())
-        result.num_bursts = min(_MOST_BURSTS, max(1, math.ceil(self._limits.least_s / fastest_s)))
+        result.num_bursts = min(_MAX_BURSTS, max(1, math.ceil(self._limits.least_s / fastest_s)))
         self._rounds(case, result, warm_ups)
         result.our_parts = self._burst(self._ours, case, "split", split=True).parts
         return result

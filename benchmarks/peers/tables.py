@@ -12,9 +12,9 @@ from benchmarks.peers.cases import CASES
 from benchmarks.peers.peers import PEERS
 from benchmarks.peers.results import CaseResult, Comparison, ModelResult, ServerFacts, Spread, parts_of
 
-_LEAST_FIRST_CHOICE = 0.9
+_MIN_FIRST_CHOICE = 0.9
 """A server below it computes something else: it is marked."""
-_MOST_CACHED_BYTES = 256 << 20
+_MAX_CACHED_BYTES = 256 << 20
 """Smaller weights may stay in a core's caches: memory does not bound them."""
 
 
@@ -66,7 +66,7 @@ def _rates(model: str, result: ModelResult, ours: str, bandwidth_gb_s: float | N
     peers = [name for name in result.servers if name != ours]
     rows = [[f"**{ours}**", *(_spread(case.our_rate) for case in result.cases.values())]]
     rows += [[_marked(name, result), *_cells(result, name, lambda one: _spread(one.rate))] for name in peers]
-    if bandwidth_gb_s and "a" in result.cases and result.weight_bytes > _MOST_CACHED_BYTES:
+    if bandwidth_gb_s and "a" in result.cases and result.weight_bytes > _MAX_CACHED_BYTES:
         rows.append(_bandwidth_row(result, bandwidth_gb_s))
     return Sheet(f"{model}: output tokens/s", ["server", *result.cases], rows)
 
@@ -142,7 +142,7 @@ def _cells(result: ModelResult, peer: str, show: Callable[[Comparison], str]) ->
 
 def _marked(name: str, result: ModelResult) -> str:
     check = result.servers[name].check
-    return f"{name} !" if check and check["first_choice"] < _LEAST_FIRST_CHOICE else name
+    return f"{name} !" if check and check["first_choice"] < _MIN_FIRST_CHOICE else name
 
 
 def _best(case: CaseResult) -> str:

@@ -18,13 +18,13 @@ _CHAT: Final = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_MOST_TRAINED: Final = 16_384
-_MOST_CHARACTERS: Final = 8_000_000
+_MAX_TRAINED: Final = 16_384
+_MAX_CHARACTERS: Final = 8_000_000
 
 
 def make_tokenizer(vocab_size: int, max_model_len: int) -> PreTrainedTokenizerFast:
     """The last three ids are special: `eos_token_id` is `vocab_size - 1`."""
-    vocab, merges = _filled(*_trained(min(vocab_size, _MOST_TRAINED)), size=vocab_size - len(SPECIAL_TOKENS))
+    vocab, merges = _filled(*_trained(min(vocab_size, _MAX_TRAINED)), size=vocab_size - len(SPECIAL_TOKENS))
     tokenizer = _byte_level(models.BPE(vocab=vocab, merges=merges))
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     first, _, last = SPECIAL_TOKENS
@@ -63,7 +63,7 @@ def _texts() -> Iterator[str]:
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text = path.read_text(encoding="utf-8", errors="ignore")
         num_characters += len(text)
-        if num_characters > _MOST_CHARACTERS:
+        if num_characters > _MAX_CHARACTERS:
             return
         yield text
 

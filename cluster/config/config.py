@@ -73,7 +73,7 @@ API_KEY_VARIABLE: Final = "HOLDFAST_API_KEY"
 BUILT_IN_RESOURCES: Final = ("CPU", "GPU", "memory", "object_store_memory")
 """Resources for which Ray has separate arguments; they cannot be custom resources."""
 
-LEAST_AMOUNT: Final = 0.0001
+MIN_AMOUNT: Final = 0.0001
 """Minimum amount of a custom resource; Ray counts in units of 1/10,000."""
 
 
@@ -94,7 +94,7 @@ def _check_resources(value: Mapping[str, float]) -> Mapping[str, float]:
     return value
 
 
-Amount = Annotated[float, Field(ge=LEAST_AMOUNT, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=MIN_AMOUNT, allow_inf_nan=False)]
 CustomResources = Annotated[dict[str, Amount], BeforeValidator(_read_resources), AfterValidator(_check_resources)]
 """Amounts by name, as in `ray start --resources`. Ray adds further resources, such as `accelerator_type:H100`."""
 

@@ -16,7 +16,7 @@ from holdfast.worker.process_memory import available_memory, readable_bytes
 RANK_BYTES: Final = 200 * 2**20
 """Memory of a rank's process without weights and cache: a little less than torch takes."""
 
-MOST_RANKS_PER_CORE: Final = 4
+MAX_RANKS_PER_CORE: Final = 4
 """Most ranks per CPU core: with more, a start takes minutes. Two replicas of two ranks on two cores, the demo, are
 fine."""
 
@@ -59,7 +59,7 @@ def crowding(models: Sequence[HoldfastConfig], machine: Machine) -> str | None:
     """
     on_cores = [one for one in models if one.model.device == "cpu" or not machine.num_gpus]
     num_ranks = sum(map(_num_ranks, on_cores))
-    if num_ranks <= MOST_RANKS_PER_CORE * machine.num_cores:
+    if num_ranks <= MAX_RANKS_PER_CORE * machine.num_cores:
         return None
     return (
         f"{_shape(on_cores)}: {num_ranks} ranks share {machine.num_cores} cores, so they start slowly, and a token "

@@ -11,7 +11,7 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.parameters import ALL_LOGPROBS
 from holdfast.worker.sampling_params import SamplingParams
 
-MOST_AT_ONCE: Final = 2**22
+MAX_AT_ONCE: Final = 2**22
 """Log-probabilities of a window."""
 
 _TOGETHER: Final = 2**20
@@ -66,9 +66,9 @@ def check_sizes(context: int, top: int, vocab_size: int, longest: int, prefix: i
             f"--context {context}: must be from {prefix + 2} to {longest - 1}, one less than the longest sequence"
         )
     pairs = vocab_size if top == ALL_LOGPROBS else top
-    if context * pairs > MOST_AT_ONCE:
+    if context * pairs > MAX_AT_ONCE:
         raise ConfigurationError(
-            f"--context {context}: with {pairs} log-probabilities a token, the maximum is {MOST_AT_ONCE // pairs} "
+            f"--context {context}: with {pairs} log-probabilities a token, the maximum is {MAX_AT_ONCE // pairs} "
             f"tokens at a time; lower --context or --top"
         )
 

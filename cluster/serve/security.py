@@ -14,7 +14,7 @@ from holdfast.worker.wire.link_security import LinkSecurity
 from holdfast.worker.wire.loopback import is_loopback
 from holdfast.worker.wire.tls import ServerTls, Tls
 
-LEAST_TOKEN: Final = 32
+MIN_TOKEN_LENGTH: Final = 32
 """Characters of a token that someone has chosen."""
 
 
@@ -76,8 +76,8 @@ def cluster_token(settings: SecurityConfig) -> str:
         token = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"security.cluster_token_file = {str(path)!r}: cannot be read ({error})") from None
-    if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-        message = f"must hold one line of at least {LEAST_TOKEN} printable ASCII characters without blanks"
+    if len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
+        message = f"must hold one line of at least {MIN_TOKEN_LENGTH} printable ASCII characters without blanks"
         raise ConfigurationError(f"security.cluster_token_file = {str(path)!r}: {message}")
     return token
 

@@ -15,7 +15,7 @@ from holdfast.cluster.verify.subject import Api, Feature, Steps, Subject, alone
 
 _SHORTEST_RUN: Final = 12  # characters
 _FEWEST_PROMPTS: Final = 4  # prompts with long outputs
-_LEAST_LOGPROB: Final = -1000.0
+_MIN_LOGPROB: Final = -1000.0
 """Below it a log-probability of a chosen token is a mark for something else."""
 
 
@@ -92,7 +92,7 @@ def _has_strange(answer: Answer) -> bool:
     """Whether a chosen token has no log-probability, or an impossible one; the first token of a prompt has none."""
     first = 1 if answer.ask.params.get("echo") else 0
     values = [token.logprob for choice in answer.choices for token in choice.tokens[first:]]
-    return any(value is None or not math.isfinite(value) or value < _LEAST_LOGPROB for value in values)
+    return any(value is None or not math.isfinite(value) or value < _MIN_LOGPROB for value in values)
 
 
 def _one_token(subject: Subject, answers: Sequence[Answer]) -> None:

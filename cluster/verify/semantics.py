@@ -15,7 +15,7 @@ _SHORT: Final = 5  # tokens
 _SUM_TOLERANCE: Final = 1e-3  # of log-probabilities and of sums of probabilities
 _TIE: Final = 1e-3  # nats
 _REPLACEMENT: Final = "\ufffd"
-_MOST_CUTS: Final = 12  # stop strings tried
+_MAX_CUTS: Final = 12  # stop strings tried
 
 
 def finishes(subject: Subject, api: Api) -> Steps:
@@ -246,7 +246,7 @@ def _other_text(answer: Answer) -> str:
 def unicode_cuts(subject: Subject, api: Api) -> Steps:
     """Texts of every number of tokens are beginnings of the longest, and a stream never breaks a character."""
     prompt = f"{subject.nonce} {UNICODE}"
-    number = min(_MOST_CUTS, subject.sizes.num_tokens)
+    number = min(_MAX_CUTS, subject.sizes.num_tokens)
     cuts = yield from alone(subject.ask(api, prompt, max_tokens=n) for n in range(1, number + 1))
     pairs = [(one, two) for one, two in pairwise(cuts) if one.is_ok and two.is_ok]
     longer = {id(one): two for one, two in pairs}

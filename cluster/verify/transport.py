@@ -15,7 +15,7 @@ from holdfast.worker.errors import ConfigurationError
 
 _WRONG_KEY: Final = "wrong-key-of-an-audit"
 _BUSY: Final = (429, 503)  # HTTP statuses
-_MOST_WAIT_S: Final = 10.0
+_MAX_WAIT_S: Final = 10.0
 
 
 class BudgetExceeded(Exception):
@@ -118,7 +118,7 @@ class Transport:
         """A server that is busy is asked once more, after the time that it names."""
         answer, retry_s = await self._once(ask, on_first)
         if answer.status in _BUSY and ask.is_valid:
-            await asyncio.sleep(min(retry_s, _MOST_WAIT_S))
+            await asyncio.sleep(min(retry_s, _MAX_WAIT_S))
             answer, _ = await self._once(ask, on_first)
         return answer
 

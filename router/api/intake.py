@@ -14,7 +14,7 @@ from holdfast.router.wire.bounds import INLINE_BYTES
 from holdfast.worker.errors import AuthenticationError, HoldfastError
 from holdfast.worker.process_memory import give_back
 
-MOST_PEERS: Final = 2**14
+MAX_PEERS: Final = 2**14
 """gRPC connections that are remembered as not new, at most."""
 
 
@@ -24,7 +24,7 @@ class Intake:
     def __init__(self, overload: Overload, gate: Gate) -> None:
         self.overload = overload
         self._gate = gate
-        self._peers = KnownPeers(MOST_PEERS)
+        self._peers = KnownPeers(MAX_PEERS)
 
     @contextmanager
     def of_http(self, host: str, port: int, *, is_guest: bool) -> Iterator[Lease]:

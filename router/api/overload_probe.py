@@ -15,14 +15,14 @@ from holdfast.worker.process_memory import give_back, readable_bytes, total_memo
 
 logger = logging.getLogger(__name__)
 
-MOST_MEMORY: Final = 4 * 2**30  # bytes
+MAX_MEMORY: Final = 4 * 2**30  # bytes
 _STATM: Final = "/proc/self/statm"
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 def max_memory(config: OverloadConfig) -> int:
     """Resident bytes at which memory's pressure is 1."""
-    return config.max_memory or min(total_memory() // 2, MOST_MEMORY)
+    return config.max_memory or min(total_memory() // 2, MAX_MEMORY)
 
 
 def resident_memory() -> int:

@@ -12,7 +12,7 @@ MOVE_BYTE_S: Final = 1e-9
 HAND_ON_S: Final = 0.02
 """Seconds to hand a request on besides its bytes, before some were measured."""
 
-LEAST_HAND_ON_S: Final = 0.001
+MIN_HAND_ON_S: Final = 0.001
 
 BORROW_S: Final = 0.01
 """Seconds to fetch a prefix besides its bytes, as replicas count them (`worker/engine/restores.py`)."""
@@ -58,7 +58,7 @@ class Roles:
 
     def note_hand_on(self, pause_s: float, moving_s: float) -> None:
         """A request was handed on: how long its client waited, and how long its bytes were to take."""
-        over_s = max(LEAST_HAND_ON_S, pause_s - moving_s)
+        over_s = max(MIN_HAND_ON_S, pause_s - moving_s)
         self.hand_on_s += _WEIGHT * (over_s - self.hand_on_s)
 
 

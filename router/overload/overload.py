@@ -28,7 +28,7 @@ from holdfast.worker.request import Priority
 LOOP_DELAY_AVERAGED_S: Final = 2.0
 """Time constant of the loop's delay: a stall of 1 s counts as 0.4 s, of 2 s as 1.3 s; a lasting delay as itself."""
 
-MOST_DELAY: Final = 2.0
+MAX_DELAY: Final = 2.0
 """The delay counts up to this many times its limit: a process that was stopped for long recovers as fast as others."""
 
 
@@ -145,7 +145,7 @@ class Overload:
             OverloadAction.SHED_RESUMED: 1.0,
         }
         self._first_start = min(self._starts.values())
-        self._loop_delay = LoopDelay(MOST_DELAY * config.max_loop_delay_s)
+        self._loop_delay = LoopDelay(MAX_DELAY * config.max_loop_delay_s)
         self._readings = Readings()
         self._closed_at: float | None = None
         self.pressures: dict[Resource, float] = dict.fromkeys(Resource, 0.0)

@@ -22,7 +22,7 @@ MAX_SESSIONS: Final = 512
 MAX_CLIENTS: Final = 512
 """Clients, by the line that spoils their prompts, likewise."""
 
-LEAST_TOKENS: Final = 32
+MIN_TOKENS: Final = 32
 """Tokens from which a prompt without a session's name may be the first turn of one."""
 
 
@@ -108,7 +108,7 @@ class SessionBook:
                 tenant=request.tenant, model=model, name=request.session_id
             )
         else:
-            if ended.num_prompt_tokens < LEAST_TOKENS:
+            if ended.num_prompt_tokens < MIN_TOKENS:
                 return None
             digest, found = self._continued(ended)
             session = Session(tenant=request.tenant, model=model, name="") if found is None else self._take(found)

@@ -30,10 +30,10 @@ ENDING_STREAMS: Final = 128
 client that keeps to the limit, since the client knows of an end sooner.
 """
 
-MOST_COUNTED: Final = 1024
+MAX_COUNTED: Final = 1024
 """Calls of a connection after which both of its counts are halved: it is judged by its latest."""
 
-LEAST_PRUNED: Final = 256
+MIN_PRUNED: Final = 256
 """Connections and addresses up to which nothing is forgotten."""
 
 
@@ -124,7 +124,7 @@ class ClientConnection:
         """Counts a call, or a reset. Old ones count half as much in time."""
         self.num_calls += not is_reset
         self.num_resets += is_reset
-        if self.num_calls > MOST_COUNTED:
+        if self.num_calls > MAX_COUNTED:
             self.num_calls //= 2
             self.num_resets //= 2
 
@@ -155,7 +155,7 @@ class ConnectionBudgets:
     _unknown: TokenBucket | None = None
     """Bucket for resets whose connection is unknown."""
     _suspects_until: float = float("-inf")
-    _prune_at: int = LEAST_PRUNED
+    _prune_at: int = MIN_PRUNED
 
     def call(self, connection: ClientConnection, *, has_key: bool, now: float) -> Reason | None:
         """A call has begun on this connection, or was refused. `has_key`: it has presented a valid one."""
@@ -214,7 +214,7 @@ class ConnectionBudgets:
         """Forgets addresses whose buckets are full again, before they are too many."""
         if len(self._buckets) >= self._prune_at:
             self._buckets = {address: one for address, one in self._buckets.items() if now - one.at < BURST_S}
-            self._prune_at = max(LEAST_PRUNED, 2 * len(self._buckets))
+            self._prune_at = max(MIN_PRUNED, 2 * len(self._buckets))
 
 
 class GuardedConnections:
@@ -233,7 +233,7 @@ class GuardedConnections:
         self._by_name: dict[str, ClientConnection] = {}
         """Connections that have made calls, by gRPC's name."""
         self._by_peer: dict[Peer, ClientConnection] = {}
-        self._prune_at = LEAST_PRUNED
+        self._prune_at = MIN_PRUNED
         self._to_cut: set[Peer] = set()
         self.num_resets = 0
         """Calls that clients have reset within `PREMATURE_S`."""
@@ -277,7 +277,7 @@ class GuardedConnections:
         here = {caller: one for caller, one in self._by_peer.items() if caller in alive or one.since >= began_at}
         self._by_peer = here
         self._by_name = {name: one for name, one in self._by_name.items() if here.get(one.peer) is one}
-        self._prune_at = max(LEAST_PRUNED, 2 * len(self._by_name))
+        self._prune_at = max(MIN_PRUNED, 2 * len(self._by_name))
         strangers = [one for one in here.values() if not (one.is_known or one.is_cut)]
         for one in self.budgets.overdue(strangers):
             self._judge(one, Reason.CONNECTIONS_WITHOUT_KEY)

@@ -190,7 +190,7 @@ def _gemma_value(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str)
     schema = found if isinstance(found, Mapping) else {}
     kinds = ["string"] if text_schema(types, parameter.name) else schema.get("type")
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    if not kinds or len(name) > _MOST_NESTED:
+    if not kinds or len(name) > _MAX_NESTED:
         limit = "must have a type, and at most a few levels: the model's tool calls do not write it as JSON"
         raise InvalidRequestError(_place(tool, parameter), tool.name, limit)
     whole = _Parameter(parameter.name, {**_definitions(parameter.schema), **schema}, parameter.is_required)
@@ -236,7 +236,7 @@ def _gemma_text(rules: LarkRules, tool: Tool, parameter: _Parameter, name: str) 
 
 
 _NESTED: Final[Mapping[str, _Write]] = {"string": _gemma_text, "array": _gemma_list, "object": _gemma_object}
-_MOST_NESTED: Final = 160
+_MAX_NESTED: Final = 160
 """Characters of a rule's name, which grows by some for each level."""
 
 

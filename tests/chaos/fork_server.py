@@ -53,7 +53,7 @@ LOOK_S = 0.01
 FLIPPED_BIT = 9
 """Of a bfloat16: its exponent's third."""
 FLUSH_S = 0.5
-_MOST_BYTES = 4096
+_MAX_BYTES = 4096
 """Of the settings of a cache."""
 
 
@@ -200,7 +200,7 @@ def serve(requests: socket.socket) -> None:
     """Forks a fork server on every request, until the other side has gone. Says what its number is."""
     loaded: dict[bytes, ForkServer] = {}
     while True:
-        message, streams, *_ = socket.recv_fds(requests, _MOST_BYTES, 3)
+        message, streams, *_ = socket.recv_fds(requests, _MAX_BYTES, 3)
         if not message:
             return
         if message not in loaded:

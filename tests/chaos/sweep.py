@@ -15,7 +15,7 @@ from tests.chaos.tally import Row, Tally
 
 LIMIT_S = 150
 
-MOST_TRIES = 10
+MAX_TRIES = 10
 """A signal may come after the end of a stream, which proves nothing: then it is asked for again, and struck sooner."""
 
 
@@ -35,7 +35,7 @@ class Sweep:
     async def run(self, every: int) -> None:
         """Strikes when 1, 1 + `every`, ... tokens have come, up to the last but one."""
         for num_tokens in range(1, self.right.num_tokens, every):
-            for num_tries in range(MOST_TRIES):
+            for num_tries in range(MAX_TRIES):
                 if await self.strike(num_tokens, 0.8**num_tries):
                     break
             else:

@@ -7,7 +7,7 @@ import torch
 
 from tests.parity.families import BASE, LATENT, MOE, REFUSED, ROUTED, SERVED, randomize
 
-MOST_PARAMETERS: Final = 2_000_000
+MAX_PARAMETERS: Final = 2_000_000
 
 _EXPERTS: Final = {
     **MOE,
@@ -113,7 +113,7 @@ def _built(model_type: str, values: dict[str, Any]) -> Any | None:
 
     config = AutoConfig.for_model(model_type, **values)
     with torch.device("meta"):
-        if AutoModelForCausalLM.from_config(config).num_parameters() > MOST_PARAMETERS:
+        if AutoModelForCausalLM.from_config(config).num_parameters() > MAX_PARAMETERS:
             return None
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomize(model)

@@ -18,7 +18,7 @@ SUFFIX: Final = ".blocks"
 """End of the names of segments."""
 _INDEX: Final = "index.sqlite"
 _LOCK_WAIT_S: Final = 2.0
-_MOST_TRIES: Final = 100  # attempts to open an index that another process is opening
+_MAX_TRIES: Final = 100  # attempts to open an index that another process is opening
 _CACHE_KIB: Final = 4096
 
 _SCHEMA: Final = (
@@ -48,7 +48,7 @@ def open_index(folder: Path) -> sqlite3.Connection:
 
 
 def _connected(folder: Path) -> sqlite3.Connection:
-    for _ in range(_MOST_TRIES - 1):
+    for _ in range(_MAX_TRIES - 1):
         try:
             return _opened(folder)
         except sqlite3.OperationalError as error:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 STAGED_BYTES: Final = 32 << 20
 """Most bytes of rows that are copied and not written yet, or one call's rows."""
-MOST_STAGED_BYTES: Final = 4 * STAGED_BYTES
+MAX_STAGED_BYTES: Final = 4 * STAGED_BYTES
 """Most bytes of rows for other replicas on one rank. The leader decides by its own count: a slower rank ends its
 transfer."""
 AHEAD_BYTES: Final = 64 << 20
@@ -173,7 +173,7 @@ class BlockMover:
         transfer = self._transfers.get(number)
         if transfer is None or self._server is None:
             return
-        if places and self._server.staged_bytes < MOST_STAGED_BYTES:
+        if places and self._server.staged_bytes < MAX_STAGED_BYTES:
             self._server.send(transfer, self._copied(places))
         else:
             self._server.end(transfer)

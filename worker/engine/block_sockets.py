@@ -42,7 +42,7 @@ LARGEST_FRAME: Final = 1 << 30  # bytes
 _MAGIC: Final = b"HFB1"
 _HELLO: Final = struct.Struct(f"<4s{TRANSFER_BYTES}s32s")
 _HEAD: Final = struct.Struct("<IQ")
-_MOST_PARTS: Final = 512
+_MAX_PARTS: Final = 512
 """Parts of one call: Linux takes 1,024."""
 _SOCKET_BYTES: Final = 4 << 20
 
@@ -311,8 +311,8 @@ def _send_frame(connection: socket.socket, sealer: Sealer, blocks: Sequence[Bloc
     lengths = [sum(map(len, record)) for record in records]
     head = _HEAD.pack(len(records), sum(lengths)) + struct.pack(f"<{len(lengths)}I", *lengths)
     parts = [head, *(part for record in records for part in record)]
-    for first in range(0, len(parts), _MOST_PARTS):
-        _send_parts(connection, parts[first : first + _MOST_PARTS])
+    for first in range(0, len(parts), _MAX_PARTS):
+        _send_parts(connection, parts[first : first + _MAX_PARTS])
 
 
 def _send_parts(connection: socket.socket, parts: Sequence[memoryview | bytes]) -> None:

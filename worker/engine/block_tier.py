@@ -27,7 +27,7 @@ from holdfast.worker.request import PinnedPrefix, Priority
 from holdfast.worker.scheduler.kept_prefixes import Pinning
 from holdfast.worker.step_update import EngineStats
 
-MOST_OPEN: Final = 4
+MAX_OPEN: Final = 4
 """Prefixes that are brought at a time."""
 
 
@@ -70,7 +70,7 @@ class PinTakeover:
         self._open.clear()
 
     def _go_on(self, now: float) -> None:
-        while self._waiting and len(self._open) < MOST_OPEN:
+        while self._waiting and len(self._open) < MAX_OPEN:
             taken = self._waiting.popleft()
             restore = self._restores.bring(taken.prefix, taken.source, now) if now < taken.until_s else None
             if restore is None:
@@ -85,11 +85,11 @@ class PinTakeover:
 
 SHARE: Final = 0.015
 """Share of the steps' time that copying blocks to the store may cost them."""
-MOST_S: Final = 0.1
+MAX_BUDGET_S: Final = 0.1
 """Most seconds of it that are saved up."""
 IDLE_BYTES: Final = 16 << 20
 """Copied to the store at a time while nothing runs."""
-MOST_LEFT_OUT: Final = 1024
+MAX_LEFT_OUT: Final = 1024
 """Blocks whose successors are not copied: the last ones are remembered."""
 MATURE_TURNS: Final = 64
 """Turns that a snapshot must outlive to be copied while others run: most of them are soon replaced by the next."""
@@ -217,7 +217,7 @@ class BlockTier:
         them.
         """
         self._left_out[block_hash] = None
-        if len(self._left_out) > MOST_LEFT_OUT:
+        if len(self._left_out) > MAX_LEFT_OUT:
             self._left_out.popitem(last=False)
 
     def report(self, stats: EngineStats) -> None:
@@ -239,7 +239,7 @@ class BlockTier:
         while self._to_keep:
             self._mover.keep(*self._to_keep.pop())
         if step_s is not None:
-            self._budget_s = min(MOST_S, self._budget_s + SHARE * step_s)
+            self._budget_s = min(MAX_BUDGET_S, self._budget_s + SHARE * step_s)
         if not (self._to_store or self._states_to_store) or not self._mover.has_room:
             return
         each_s = self._mover.counts.copy_s_per_byte + self._mover.counts.write_s_per_byte / self._shape.num_threads

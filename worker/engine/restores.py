@@ -21,17 +21,17 @@ from holdfast.worker.step_plan import StateCopy
 
 SHARE: Final = 0.1
 """Share of the steps' time that copying blocks from the store may cost them, except for one piece each time."""
-MOST_S: Final = 0.1
+MAX_BUDGET_S: Final = 0.1
 """Most seconds of it that are saved up."""
 FIXED_S: Final = 0.002
 """Seconds of a restore besides reading: two threads wait for each other."""
 ASKING_S: Final = 0.01
 """The same for a restore from another replica."""
-LEAST_S: Final = 0.1
+MIN_RESTORE_S: Final = 0.1
 """A request is held for so long at most, if computing would take less."""
-MOST_AHEAD_S: Final = 60.0
+MAX_AHEAD_S: Final = 60.0
 """Time limit of fetching blocks that another replica is still computing, while no request waits for them."""
-MOST_HELD_S: Final = 30.0
+MAX_HELD_S: Final = 30.0
 """And for so long, however long computing would take."""
 
 
@@ -108,7 +108,7 @@ class Restores:
 
     def _waiting(self, restore: Restore, now: float) -> Restore:
         """Opens a restore, which begins at once where it has room."""
-        restore.due_s = now + MOST_HELD_S
+        restore.due_s = now + MAX_HELD_S
         self._hold(restore, now)
         self._open(restore)
         if self._has_room(restore):
@@ -129,9 +129,9 @@ class Restores:
         if self._moving_s(restore) >= self._computing_time_s(restore) or not self._has_room(restore):
             return
         restore.tenant, restore.is_begun = request.tenant, True
-        restore.computed_s = now + MOST_AHEAD_S
+        restore.computed_s = now + MAX_AHEAD_S
         self._open(restore)
-        self._mover.ask(restore.ticket, source, restore.names, self._shape.piece, MOST_AHEAD_S)
+        self._mover.ask(restore.ticket, source, restore.names, self._shape.piece, MAX_AHEAD_S)
 
     def _ongoing(self) -> list[Restore]:
         return [restore for restore in self._restores.values() if not restore.is_over]
@@ -152,8 +152,8 @@ class Restores:
 
     def _hold(self, restore: Restore, now: float) -> None:
         """Notes when computing could have ended that begins now."""
-        takes_s = MOST_HELD_S if restore.is_handed_on else max(LEAST_S, self._computing_time_s(restore))
-        restore.computed_s = now + min(MOST_HELD_S, takes_s)
+        takes_s = MAX_HELD_S if restore.is_handed_on else max(MIN_RESTORE_S, self._computing_time_s(restore))
+        restore.computed_s = now + min(MAX_HELD_S, takes_s)
 
     def _moving_s(self, restore: Restore) -> float:
         """Seconds until it is here. Blocks of one place come one after the other."""
@@ -305,7 +305,7 @@ class Restores:
             return []
         self._begin_waiting(now)
         if step_s is not None:
-            self._budget_s = min(MOST_S, self._budget_s + SHARE * step_s)
+            self._budget_s = min(MAX_BUDGET_S, self._budget_s + SHARE * step_s)
         num_bytes = 0
         for restore in self._restores.values():
             while restore.num_ready and not restore.is_over:

@@ -15,13 +15,13 @@ from holdfast.worker.engine.tier_mover import KV, STATE, Mover, Place, TierShape
 
 SHARE: Final = 0.03
 """Share of the steps' time that copying blocks for other replicas may cost them, except for one piece each time."""
-MOST_S: Final = 0.1
+MAX_BUDGET_S: Final = 0.1
 """Most seconds of it that are saved up."""
 MAX_SENDINGS: Final = 64
 """More are refused: the asker computes."""
 STALL_S: Final = 10.0
 """Blocks that are computed now are waited for so long, from one to the next."""
-LEAST_BYTES: Final = 1 << 20
+MIN_BYTES: Final = 1 << 20
 """While steps run, fewer are copied only at the end, so that a piece is worth its order."""
 
 
@@ -92,7 +92,7 @@ class Sendings:
         if not self._sendings:
             return
         if step_s is not None:
-            self._budget_s = min(MOST_S, self._budget_s + SHARE * step_s)
+            self._budget_s = min(MAX_BUDGET_S, self._budget_s + SHARE * step_s)
         for sending in list(self._sendings.values()):
             self._advance(sending, step_s is None, now)
 
@@ -125,7 +125,7 @@ class Sendings:
         each_s = self._mover.counts.copy_s_per_byte
         names = sending.names[sending.num_sent : sending.num_sent + self._shape.piece]
         if not is_idle:
-            num_bytes = min(LEAST_BYTES, sum(map(self._shape.bytes_of, names)))
+            num_bytes = min(MIN_BYTES, sum(map(self._shape.bytes_of, names)))
             if num_bytes * each_s > self._budget_s:
                 return []
         places: list[Place] = []

@@ -113,7 +113,7 @@ class TierShape:
         return self.block_bytes if name.startswith(KV) else self.state_bytes
 
 
-LEAST_MEASURED_BYTES: Final = 1 << 16
+MIN_MEASURED_BYTES: Final = 1 << 16
 """Shorter transfers tell nothing of the speed: they take as long as their beginning."""
 MAX_HOSTS: Final = 64
 """Hosts whose speed is remembered."""
@@ -163,7 +163,7 @@ class MoverCounts:
 
     def note_speed(self, host: str, lasted_s: float, num_bytes: int) -> None:
         """Takes a transfer from a host into the speeds."""
-        if num_bytes < LEAST_MEASURED_BYTES:
+        if num_bytes < MIN_MEASURED_BYTES:
             return
         old = self.received_bytes_per_s
         found = {name: old.get(name, old[""]) for name in ("", host)}

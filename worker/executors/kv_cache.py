@@ -153,7 +153,7 @@ BROKEN: Final = 255
 BIAS: Final = 127
 """Bias of e8m0: a scale's byte is its power of two plus this."""
 
-LEAST_POWER: Final = -127  # exponent of 2
+MIN_POWER: Final = -127  # exponent of 2
 
 
 def most_power(dtype: torch.dtype) -> int:
@@ -172,8 +172,8 @@ def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
     exact = x.double().masked_fill(is_broken[..., None], 0.0)
     largest = exact.abs().amax(-1)
     fraction, power = torch.frexp(largest / ROUNDS_TO_LARGEST)  # in [0.5, 1): 2^power is the next power of two
-    power = (power - (fraction == 0.5).int()).clamp(LEAST_POWER, most_power(x.dtype))
-    power = torch.where(largest == 0, LEAST_POWER, power)
+    power = (power - (fraction == 0.5).int()).clamp(MIN_POWER, most_power(x.dtype))
+    power = torch.where(largest == 0, MIN_POWER, power)
     scaled = (exact * _two_to(-power)[..., None]).clamp(-LARGEST, LARGEST)
     codes = scaled.float().to(torch.float8_e4m3fn).view(torch.uint8)
     return codes, torch.where(is_broken, BROKEN, power + BIAS).to(torch.uint8)

@@ -15,7 +15,7 @@ from holdfast.worker.models.family import DeltaPacking, Mamba, is_set
 from holdfast.worker.models.rank_share import Outputs, RankShare
 from holdfast.worker.models.stated_config import NotStated
 
-_MOST_GROUPS = 1024
+_MAX_GROUPS = 1024
 """Most groups that are normed apart on one rank (`cpu/native/step.h`)."""
 
 
@@ -34,7 +34,7 @@ class MambaBuilder:
             raise NotStated(reason)
         if getattr(config, mamba.activation) not in ("silu", "swish"):
             raise NotStated(f"its {mamba.activation} is {getattr(config, mamba.activation)!r} in Mamba2 layers")
-        if self._heads % self._groups or self._head_dim % 16 or self._states % 16 or self._groups > _MOST_GROUPS:
+        if self._heads % self._groups or self._head_dim % 16 or self._states % 16 or self._groups > _MAX_GROUPS:
             raise NotStated("its Mamba2 heads have sizes that are no multiples of 16, or share groups unevenly")
         if self._heads % share.size or (self._groups % share.size and share.size % self._groups):
             reason = f"{self._heads} heads and {self._groups} groups of its Mamba2 layers cannot be shared by "

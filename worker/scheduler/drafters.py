@@ -160,7 +160,7 @@ def continuation(token_ids: list[int], place: int, num_tokens: int) -> tuple[int
 _CONTEXT_LENGTHS: Final = (12, 6, 3, 2)
 """Longest first."""
 
-_LEAST_PROBABILITY: Final = 0.2
+_MIN_PROBABILITY: Final = 0.2
 """A draft goes on while its tokens so far, all together, are at least so likely by their counts."""
 
 
@@ -190,7 +190,7 @@ class SuffixProposer:
         while len(tail) < num_before + num_tokens:
             token_id, share = _likeliest(sources, tail)
             probability *= share
-            if probability < _LEAST_PROBABILITY:
+            if probability < _MIN_PROBABILITY:
                 break
             tail.append(token_id)
         return tuple(tail[num_before:])

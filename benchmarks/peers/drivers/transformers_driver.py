@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
 PAGE_SIZE = 256
-MOST_TOKENS = 40_000
+MAX_TOKENS = 40_000
 """Enough for every case. Each step handles masks as large as the cache: a larger one would only slow it down."""
 
 
@@ -48,7 +48,7 @@ def _manager(model: Any, settings: dict[str, Any]) -> Any:
     config = model.config
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     bytes_per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_size
-    num_tokens = min(settings["kv_cache_bytes"] // bytes_per_token, MOST_TOKENS)
+    num_tokens = min(settings["kv_cache_bytes"] // bytes_per_token, MAX_TOKENS)
     batching = ContinuousBatchingConfig(
         num_blocks=num_tokens // PAGE_SIZE,
         page_size=PAGE_SIZE,

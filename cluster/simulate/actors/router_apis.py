@@ -33,7 +33,7 @@ CUT_S: Final = 1e-3
 """Seconds until a connection that is to be cut off has been found and closed."""
 HANDED_OVER: Final = 5
 """Calls that are reset, and that gRPC hands to the loop in one turn: ten floods held a loop for 5 ms at most."""
-MOST_PEERS: Final = 2**14  # addresses
+MAX_PEERS: Final = 2**14  # addresses
 END_SEEN_S: Final = 0.002
 """Seconds from the end of a process, which closes its connections, until other processes of its machine see it."""
 
@@ -131,7 +131,7 @@ class RouterApis:
         self.longest_decoding_s = 0.0
         """Longest decoding of one message in the interpreter, in seconds."""
         self.guarded = GuardedConnections(settings.limits, asks_for_keys=False)
-        self._peers = KnownPeers(MOST_PEERS)
+        self._peers = KnownPeers(MAX_PEERS)
         self.ledger = ByteLedger(settings.overload)
         self.ledger.on_input = self._note_input
         self.overload = Overload(settings.overload, self.ledger, MAX_MEMORY)

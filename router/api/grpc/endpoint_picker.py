@@ -23,7 +23,7 @@ DESTINATION: Final = "x-gateway-destination-endpoint"
 _NAMESPACE: Final = "envoy.lb"
 _SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 _SUBSET: Final = "x-gateway-destination-endpoint-subset"
-_MOST_PICKED: Final = 3
+_MAX_PICKED: Final = 3
 """Endpoints of one answer: the proxy tries the next if one cannot be reached."""
 
 
@@ -38,7 +38,7 @@ def picked(loads: dict[str, int], random_index: RandomIndex) -> list[str]:
     first = addresses.pop(random_index(len(addresses)))
     second = addresses.pop(random_index(len(addresses)))
     pair = sorted((first, second), key=lambda one: loads[one])
-    return [*pair, *sorted(addresses, key=lambda one: loads[one])][:_MOST_PICKED]
+    return [*pair, *sorted(addresses, key=lambda one: loads[one])][:_MAX_PICKED]
 
 
 class EndpointPicker:

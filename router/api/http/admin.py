@@ -20,7 +20,7 @@ from holdfast.router.api.operators import Operators
 from holdfast.router.wire.json_bounds import JsonBounds
 from holdfast.worker.errors import InvalidRequestError
 
-MOST_BYTES: Final = 4096
+MAX_BYTES: Final = 4096
 """Most bytes of a command's body, which is read on the event loop."""
 
 _FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip")
@@ -132,8 +132,8 @@ class AdminEndpoints:
         async def call(request: Request) -> ASGIApp:
             self._operators.check(_not_local(request))
             content = await self._content(request)
-            if len(content) > MOST_BYTES:
-                raise InvalidRequestError("body", len(content), f"a command must have at most {MOST_BYTES} bytes")
+            if len(content) > MAX_BYTES:
+                raise InvalidRequestError("body", len(content), f"a command must have at most {MAX_BYTES} bytes")
             read = body.read(content or b"{}", self._bounds)
             done = await order(read, request.path_params.get("replica_id", ""))
             return (

@@ -35,7 +35,7 @@ _MAX_FIELD_BYTES: Final = 4096
 
 _MAX_FIELDS: Final = 16  # of a multipart body
 _MAX_NAME: Final = 512  # characters
-_MOST_LISTED: Final = 10_000  # files, as in OpenAI's API
+_MAX_LISTED: Final = 10_000  # files, as in OpenAI's API
 
 
 class FileEndpoints:
@@ -92,7 +92,7 @@ class FileEndpoints:
     async def listed(self, request: Request) -> ASGIApp:
         """Newest first, unless `order` is `asc`."""
         query = request.query_params
-        page, purpose = page_asked(query, limit=_MOST_LISTED, most=_MOST_LISTED), query.get("purpose")
+        page, purpose = page_asked(query, limit=_MAX_LISTED, most=_MAX_LISTED), query.get("purpose")
         if self._history.store is None:
             return json_response(listing([], has_more=False))
         objects, tenant = self._history.store.objects, self._history.tenant(request)

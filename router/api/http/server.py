@@ -60,7 +60,7 @@ MAX_GUESTS: Final = 64
 """Connections that arrived while none was accepted; further ones are refused before they are read."""
 
 REFUSED_RETRY_S: Final = 2
-MOST_BUFFERED: Final = 16 * 2**10
+MAX_BUFFERED: Final = 16 * 2**10
 """Bytes that may wait in this process for a client to read before their writer waits: output that no longer counts as
 unread.
 """
@@ -90,7 +90,7 @@ class BoundedProtocol(Connection):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(MOST_BUFFERED)
+        transport.set_write_buffer_limits(MAX_BUFFERED)
         if len(self.connections) > self._limits.max_connections:
             self._refuse(503, "the server has its maximum number of connections (limits.max_connections)")
         elif self._overload is not None and not self._overload.takes_connection():
@@ -351,7 +351,7 @@ def _bound(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MOST_BUFFERED)  # connections inherit it
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_BUFFERED)  # connections inherit it
         bound.setblocking(False)
     except OSError:
         bound.close()

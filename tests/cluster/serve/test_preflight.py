@@ -13,7 +13,7 @@ from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.cluster.commands.cli import run
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.layers import Setting
-from holdfast.cluster.config.machine import MOST_RANKS_PER_CORE, RANK_BYTES, Machine, check_fits, crowding
+from holdfast.cluster.config.machine import MAX_RANKS_PER_CORE, RANK_BYTES, Machine, check_fits, crowding
 from holdfast.cluster.config.model_files import check_files, check_hub
 from holdfast.cluster.serve.examination import Level, examine
 from holdfast.cluster.serve.local import check_reachable, plain_ray_errors
@@ -212,7 +212,7 @@ def test_a_type_that_makes_the_weights_too_large():
 
 
 def test_many_ranks_on_few_cores_are_told_of():
-    most = LAPTOP.num_cores * MOST_RANKS_PER_CORE
+    most = LAPTOP.num_cores * MAX_RANKS_PER_CORE
     assert crowding([config(cluster__replicas=most)], LAPTOP) is None
     message = crowding([config(cluster__replicas=most, parallel__tensor_parallel_size=2)], LAPTOP)
     assert f"{2 * most} ranks share 2 cores" in message

@@ -34,7 +34,7 @@ from tests.router.links.test_link_security import TOKEN, Listening, _links
 from tests.router.site import collected, eventually, expected, request
 from tests.worker.replica.link_peer import INFO
 
-LEAST_S = 2.0
+MIN_S = 2.0
 """For so long a certificate that expires in a test is valid at least, and five times as long as it takes to connect
 here and now. The test waits for it: nothing stands for the clock of OpenSSL."""
 
@@ -60,7 +60,7 @@ async def soon_expired(
     began_s = time.monotonic()
     await connect()
     took_s = time.monotonic() - began_s
-    authority.pair("short", *hosts, valid_s=LEAST_S + 5 * took_s).copy_to(live)
+    authority.pair("short", *hosts, valid_s=MIN_S + 5 * took_s).copy_to(live)
     yield
 
 

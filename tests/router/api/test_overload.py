@@ -283,4 +283,4 @@ async def test_memory_is_given_back_under_pressure(monkeypatch):
 def test_memory_is_measured_and_bounded():
     assert overload_probe.resident_memory() > 2**20
     assert overload_probe.max_memory(OverloadConfig(max_memory=2**27)) == 2**27
-    assert 0 < overload_probe.max_memory(OverloadConfig()) <= overload_probe.MOST_MEMORY
+    assert 0 < overload_probe.max_memory(OverloadConfig()) <= overload_probe.MAX_MEMORY

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from holdfast.router.security.connection_budgets import (
-    LEAST_PRUNED,
+    MIN_PRUNED,
     SUSPECT_S,
     ClientConnection,
     ConnectionBudgets,
@@ -97,10 +97,10 @@ def test_of_too_many_connections_without_a_key_the_oldest_go():
     assert budgets.overdue(strangers[:2]) == []
 
 
-@pytest.mark.parametrize("number", [10 * LEAST_PRUNED])
+@pytest.mark.parametrize("number", [10 * MIN_PRUNED])
 def test_addresses_whose_budgets_are_full_again_are_forgotten(number):
     budgets = ConnectionBudgets(Limits(), asks_for_keys=True)
     for turn in range(number):
         one = connection(1, f"10.1.{turn // 256}.{turn % 256}")
         budgets.call(one, has_key=False, now=float(turn))
-    assert len(budgets._buckets) <= LEAST_PRUNED
+    assert len(budgets._buckets) <= MIN_PRUNED

@@ -118,7 +118,7 @@ def test_a_receiver_that_cannot_decrypt_says_so_and_ends(server, monkeypatch):
 
 
 def test_a_rank_whose_connection_is_slow_keeps_no_more_than_its_bound(monkeypatch):
-    monkeypatch.setattr(block_mover, "MOST_STAGED_BYTES", 3 * 64)
+    monkeypatch.setattr(block_mover, "MAX_STAGED_BYTES", 3 * 64)
     pool = BlockBytes([np.zeros((4, 64), np.uint8)])
     mover, key = block_mover.BlockMover(None, {KV: pool}), TransferKey.fresh(is_encrypted=False)
     port = mover.listen("127.0.0.1")

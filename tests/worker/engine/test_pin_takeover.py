@@ -84,7 +84,7 @@ def test_the_budget_is_that_of_the_replica_that_takes_over():
 
 
 def test_a_few_are_asked_for_at_a_time_and_those_whose_time_is_up_not_at_all(monkeypatch):
-    monkeypatch.setattr(block_tier, "MOST_OPEN", 1)
+    monkeypatch.setattr(block_tier, "MAX_OPEN", 1)
     prompts = [PROMPT, [one + 50 for one in PROMPT], [one + 90 for one in PROMPT]]
     taken = [held_of(prompt, cache_ttl_s=ttl_s)[0] for prompt, ttl_s in zip(prompts, (300, 5, 300), strict=True)]
     played = Played()

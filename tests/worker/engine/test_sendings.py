@@ -79,7 +79,7 @@ def test_without_room_it_goes_on_later(full):
 
 
 def test_running_requests_pay_a_share_of_their_steps(full, monkeypatch):
-    monkeypatch.setattr(sendings_module, "LEAST_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(sendings_module, "MIN_BYTES", BLOCK_BYTES)
     number = begin(full)
     full.submit("running", (90, 91, 92))
     full.run(step_s=0.01)  # three steps give 0.9 ms; a block costs 1 ms
@@ -239,7 +239,7 @@ def ahead(played: Played, now: float = 0.0, **fields) -> None:
 
 
 def test_blocks_of_finished_chunks_go_while_the_next_are_computed(full, monkeypatch):
-    monkeypatch.setattr(sendings_module, "LEAST_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(sendings_module, "MIN_BYTES", BLOCK_BYTES)
     computing = Played(max_num_batched_tokens=8)
     number = begin(computing, full.names(), waits=True)
     computing.idle()

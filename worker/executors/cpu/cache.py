@@ -184,7 +184,7 @@ def last_block(batch: StepBatch) -> int:
     return max(int(ids.max(initial=-1)) for ids in (batch.block_ids, batch.window_block_ids))
 
 
-MOST_TIMES_LARGER: Final = 16
+MAX_TIMES_LARGER: Final = 16
 """A block of layers that see all, than one of layers with a window, or the other way round."""
 
 
@@ -213,7 +213,7 @@ class BlockForm:
             return block_size, None
         of_windows = sum(self._bytes_of_token(spec) for spec in self.specs if spec.sliding_window is not None)
         of_all = self.bytes_per_token - of_windows
-        times = min(MOST_TIMES_LARGER, max(1, round(max(of_all, of_windows) / min(of_all, of_windows))))
+        times = min(MAX_TIMES_LARGER, max(1, round(max(of_all, of_windows) / min(of_all, of_windows))))
         larger = block_size * times
         sizes = (larger, block_size) if of_windows >= of_all else (block_size, larger)
         return sizes[0], Window.beside(sizes[0], max(windows), sizes[1])

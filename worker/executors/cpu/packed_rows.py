@@ -110,7 +110,7 @@ def runs_of(own: IntArray, most: int) -> list[tuple[int, int]]:
     return [(at, min(at + most, end)) for start, end in pairwise([0, *ends]) for at in range(start, end, most)]
 
 
-_MOST_PARTS: Final = 3
+_MAX_PARTS: Final = 3
 """Numbers in bfloat16 whose sum any number in float32 is."""
 
 
@@ -123,7 +123,7 @@ def in_dtype(router: Linear, dtype: torch.dtype) -> Linear:
         return router
     parts: list[Tensor] = []
     left = weight.detach().float()
-    while len(parts) < _MOST_PARTS and (not parts or bool(left.any())):
+    while len(parts) < _MAX_PARTS and (not parts or bool(left.any())):
         parts.append(left.to(dtype))
         left = left - parts[-1].float()
     return Linear(weights=tuple(parts), bias=router.bias)

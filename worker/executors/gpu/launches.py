@@ -22,7 +22,7 @@ _NORM_KINDS: Final = {"rms": 1, "layer": 2}
 _ACTIVATIONS: Final = tuple(Activation)
 _FULL_DEVICE: Final = 256
 """Programs of attention that keep a device busy: fewer are cut at the splits of the keys."""
-MOST_OUTSIDE: Final = 4096
+MAX_OUTSIDE_SPLITS: Final = 4096
 """Programs of splits, which bounds the memory for their sums."""
 
 _ACTIVATION_BLOCK: Final = 1024  # values of a program
@@ -77,7 +77,7 @@ class StepTensors:
 
 @dataclass(frozen=True, slots=True)
 class SplitSpace:
-    """Memory for the sums of attention splits that are separate programs; flat, float32. Room for `MOST_OUTSIDE`
+    """Memory for the sums of attention splits that are separate programs; flat, float32. Room for `MAX_OUTSIDE_SPLITS`
     programs of the widest tile.
     """
 
@@ -89,7 +89,7 @@ class SplitSpace:
 def splits_outside(num_tiles: int, num_kv_heads: int, num_splits: int) -> bool:
     """Whether the splits of a launch are separate programs: otherwise it would leave most of a device idle."""
     num_programs = num_tiles * num_kv_heads
-    return num_splits > 1 and num_programs < _FULL_DEVICE and num_programs * num_splits <= MOST_OUTSIDE
+    return num_splits > 1 and num_programs < _FULL_DEVICE and num_programs * num_splits <= MAX_OUTSIDE_SPLITS
 
 
 def rounded_splits(num_rows: int, num_kv_heads: int, num_splits: int, max_positions: int) -> int:

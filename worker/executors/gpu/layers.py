@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from holdfast.worker.executors.gpu.graphs import Buffers
-from holdfast.worker.executors.gpu.launches import MOST_OUTSIDE, Launches, SplitSpace, StepTensors, splits_outside
+from holdfast.worker.executors.gpu.launches import MAX_OUTSIDE_SPLITS, Launches, SplitSpace, StepTensors, splits_outside
 from holdfast.worker.executors.gpu.mixtures import DeviceMixtures, MixtureLaunches
 from holdfast.worker.executors.gpu.rank_exchange import RankExchange
 from holdfast.worker.executors.gpu.step_arrays import tile_columns
@@ -166,7 +166,7 @@ class DeviceLayers:
             splits_outside(len(tiles.table), attention.num_kv_heads, tiles.num_splits) for tiles in step.tiles
         )
         _, widest = tile_columns(attention.num_heads // attention.num_kv_heads, attention.head_dim)
-        columns = MOST_OUTSIDE * widest if outside else 1
+        columns = MAX_OUTSIDE_SPLITS * widest if outside else 1
         take, dims = self.buffers.take, max(16, 1 << (attention.head_dim - 1).bit_length())
         return SplitSpace(
             take("split totals", (columns * dims,)), take("split bests", (columns,)), take("split weights", (columns,))

@@ -20,7 +20,7 @@ from holdfast.worker.executors.gpu.kernels.experts import (
 )
 from holdfast.worker.executors.gpu.launches import Launch, Launches
 from holdfast.worker.executors.gpu.linear_tiles import LinearTile, linear_tile, linear_tiles
-from holdfast.worker.executors.gpu.weights import MOST_EXPERTS, DeviceMixture
+from holdfast.worker.executors.gpu.weights import MAX_EXPERTS, DeviceMixture
 from holdfast.worker.executors.layout import Mlp
 
 _SCORINGS: Final = ("softmax", "softmax_of_top", "sigmoid")
@@ -166,10 +166,10 @@ class MixtureLaunches:
         self._launch(add_experts, (num_rows, -(-columns // _TILE_COLUMNS)), arguments, num_warps=4, num_stages=1)
 
 
-assert PLACES.value == MOST_EXPERTS, "the expert's number is a part of the compared key"
+assert PLACES.value == MAX_EXPERTS, "the expert's number is a part of the compared key"
 
 
-MOST_SUM_BYTES: Final = 256 << 20
+MAX_SUM_BYTES: Final = 256 << 20
 """Most bytes of the chosen experts' outputs, slice by slice. Larger outputs, of a long prompt, are computed column
 block by column block."""
 _COLUMNS: Final = 128
@@ -180,7 +180,7 @@ class DeviceMixtures:
     """One rank's mixtures of experts, which use the same buffers one after the other."""
 
     def __init__(
-        self, buffers: Buffers, launches: Launches, own: MixtureLaunches, most_sum_bytes: int = MOST_SUM_BYTES
+        self, buffers: Buffers, launches: Launches, own: MixtureLaunches, most_sum_bytes: int = MAX_SUM_BYTES
     ) -> None:
         self._buffers = buffers
         self._launches = launches

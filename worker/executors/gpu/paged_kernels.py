@@ -14,7 +14,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.gpu.graphs import BUCKETS, StepWait, bucket_of
 from holdfast.worker.executors.gpu.kernels.heads import write_pages
 from holdfast.worker.executors.gpu.launches import (
-    MOST_OUTSIDE,
+    MAX_OUTSIDE_SPLITS,
     SPLIT_KEYS,
     Launch,
     Launches,
@@ -174,7 +174,7 @@ class PagedKernels:
     def _make_space(self) -> SplitSpace:
         """Memory for the sums of splits; empty if no context has two splits."""
         _, widest = tile_columns(self._group, self._head_dim)
-        columns = MOST_OUTSIDE * widest if self._max_positions > SPLIT_KEYS else 1
+        columns = MAX_OUTSIDE_SPLITS * widest if self._max_positions > SPLIT_KEYS else 1
         sizes = (columns * max(16, _power(self._head_dim)), columns, columns)
         return SplitSpace(*(torch.empty(size, dtype=torch.float32, device=self._device) for size in sizes))
 

@@ -24,7 +24,7 @@ from holdfast.worker.executors.layout import (
 from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 
-MOST_EXPERTS: Final = 1024  # experts of one layer
+MAX_EXPERTS: Final = 1024  # experts of one layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +97,8 @@ def views_of(mixture: DeviceMixture, experts: Experts) -> Experts:
 def unfit_mixture(experts: Experts) -> str | None:
     """Part of a mixture that the kernels do not take; None: they take all."""
     shared, first = experts.shared, experts.experts[0]
-    if len(experts.experts) > MOST_EXPERTS:
-        return f"it has {len(experts.experts)} experts; the maximum is {MOST_EXPERTS}"
+    if len(experts.experts) > MAX_EXPERTS:
+        return f"it has {len(experts.experts)} experts; the maximum is {MAX_EXPERTS}"
     if shared is not None and (shared.num_slices != first.num_slices or shared.down.bias is not None):
         return "the expert that all tokens share is cut into other slices than the others"
     if (

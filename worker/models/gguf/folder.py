@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SUFFIX: Final = ".gguf"
 INDEX: Final = "gguf.json"
-_MOST_FOLDERS: Final = 64
+_MAX_FOLDERS: Final = 64
 """The oldest go when there are more."""
 
 _OF_OTHERS: Final = "mmproj"
@@ -224,5 +224,5 @@ def _contents(header: "Header") -> Mapping[str, str]:
 
 def _drop_oldest(folder: Path) -> None:
     found = sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime_ns)
-    for one in found[:-_MOST_FOLDERS]:
+    for one in found[:-_MAX_FOLDERS]:
         shutil.rmtree(one, ignore_errors=True)

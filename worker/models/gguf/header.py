@@ -21,7 +21,7 @@ FETCH: Final = "fetch it again"
 
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)  # of the GGUF format
-_MOST_DIMS: Final = 4  # GGML_MAX_DIMS of ggml
+_MAX_DIMS: Final = 4  # GGML_MAX_DIMS of ggml
 _PART: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _ALIGNED: Final = 4
 """Bytes that tensors begin at a multiple of: floats are read where they lie."""
@@ -142,7 +142,7 @@ def _stored(
     name: str, dims: tuple[int, ...], kind: int, offset: int, part: int, path: Path, size: int, given: str
 ) -> StoredTensor:
     shape = tuple(reversed(dims))
-    if not 1 <= len(shape) <= _MOST_DIMS or not all(0 < length < 1 << 40 for length in shape):
+    if not 1 <= len(shape) <= _MAX_DIMS or not all(0 < length < 1 << 40 for length in shape):
         raise refused(given, path, f"has a tensor {name} of shape {shape}")
     try:
         known = GGMLQuantizationType(kind)

@@ -14,7 +14,7 @@ _LOG_OF_YARN: Final = 0.1
 _NO_LENGTH: Final = 2**20
 """Written for Mamba2, whose config lacks them."""
 
-_LEAST_TIME_STEP: Final = 0.001
+_MIN_TIME_STEP: Final = 0.001
 """No metadata say it; all Nemotrons have it."""
 
 
@@ -124,7 +124,7 @@ def nemotron_h(metadata: Metadata) -> dict[str, Any]:
     found["layer_norm_epsilon"] = found.pop("rms_norm_eps")
     found |= _mamba(metadata, *sizes) | {
         "layers_block_type": _kinds(metadata, kinds, "mlp"),
-        "time_step_min": _LEAST_TIME_STEP,
+        "time_step_min": _MIN_TIME_STEP,
         "use_bias": _any(metadata, "ssm_in.bias"),
         "use_conv_bias": _any(metadata, "ssm_conv1d.bias"),
         "mlp_bias": _any(metadata, "ffn_up.bias"),

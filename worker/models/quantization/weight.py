@@ -16,7 +16,7 @@ from holdfast.worker.executors.coded import SCALE_TYPES, UNIT, CodedRows, CodeFo
 from holdfast.worker.executors.stored_matrix import BytesAndScales, StoredMatrix
 from holdfast.worker.models.quantization.codes import Codes, PlainCodes, UnsignedCodes
 
-_MOST_RUNS: Final = 1024
+_MAX_RUNS: Final = 1024
 """Most runs of inputs of one group. More are an order of activations, whose scales are gathered."""
 
 
@@ -61,7 +61,7 @@ class QuantizedWeight(StoredMatrix):
     def bytes_and_scales(self, first: int, last: int) -> BytesAndScales | None:
         groups = self.groups[slice(*self.columns)].numpy()
         ends = np.append(np.flatnonzero(np.diff(groups)) + 1, len(groups))
-        if not isinstance(self.codes, PlainCodes) or len(ends) > _MOST_RUNS:
+        if not isinstance(self.codes, PlainCodes) or len(ends) > _MAX_RUNS:
             return None
         blocks, at = torch.arange(first, last) // self.block_rows, torch.from_numpy(ends) - 1
         scales = self._spread(self.scales, blocks, at).contiguous()

@@ -22,7 +22,7 @@ from tests.router.security.test_gate import key_of, secret_of
 from tests.router.site import Site, eventually, request, site, with_key
 
 CONNECTIONS = 10
-MOST_ALIVE = RouterConfig().max_concurrent_streams + ENDING_STREAMS
+MAX_ALIVE = RouterConfig().max_concurrent_streams + ENDING_STREAMS
 """Streams that one connection makes this process keep at any time."""
 
 HONEST = 150
@@ -76,7 +76,7 @@ async def honest_calls(place: Site, key: str, number: int = HONEST) -> int:
     return len(answers)
 
 
-MOST_HELD_S = 3.0
+MAX_HELD_S = 3.0
 """CPU time of one turn of the loop: 0.2 s on a quiet machine, and 8 to 12 s without budgets."""
 
 
@@ -120,8 +120,8 @@ async def test_calls_that_are_reset_at_once_are_bounded_and_cut_off(has_key, cap
         over.set()
         reason = "resets" if has_key else "calls_without_key"
         assert guard.num_cut == {("grpc", reason): CONNECTIONS}
-        assert guard.num_resets < 2 * CONNECTIONS * MOST_ALIVE  # the rest was refused without work of this loop
-        assert await watching < MOST_HELD_S  # gRPC hands over all calls that wait, at most `MOST_ALIVE` of a connection
+        assert guard.num_resets < 2 * CONNECTIONS * MAX_ALIVE  # the rest was refused without work of this loop
+        assert await watching < MAX_HELD_S  # gRPC hands over all calls that wait, at most `MAX_ALIVE` of a connection
         assert memory_mib() - before < 300
         warnings = [line.getMessage() for line in caplog.records if "was cut off" in line.getMessage()]
         assert 1 <= len(warnings) <= 1 + (time.monotonic() - began_at) / LOG_S
@@ -166,7 +166,7 @@ async def test_floods_of_other_frames_cost_the_loop_nothing_and_memory_little(at
             assert await honest_calls(place, key, 50) == 50
             assert await flood.num_closed(num_closed) == num_closed
         over.set()
-        assert await watching < MOST_HELD_S
+        assert await watching < MAX_HELD_S
         assert memory_mib() - before < 150
 
 

@@ -7,7 +7,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from holdfast.router.api.http.admin import MOST_BYTES
+from holdfast.router.api.http.admin import MAX_BYTES
 from holdfast.router.config import RouterConfig
 from holdfast.worker.log_level import PACKAGE
 from tests.fakes import FakeReplica
@@ -103,7 +103,7 @@ async def test_the_log_level_changes_and_orders_that_are_not_understood_change_n
         async with site(await FakeReplica.start(), http=True) as place, client_of(place) as c:
             assert (await c.post("/admin/log-level", json={"level": "debug"})).status_code == 200
             assert logger.level == logging.DEBUG
-            large = {"level": "INFO", "for": "x" * MOST_BYTES}
+            large = {"level": "INFO", "for": "x" * MAX_BYTES}
             for body, param in (
                 ({"level": "loud"}, "log_level"),
                 ({}, "level"),

@@ -57,7 +57,7 @@ def test_numbers_become_the_codes_that_torch_gives_them():
 def test_codes_are_read_as_their_values_times_the_scale(dtype):
     """All codes but NaN, which no row has, at all scales that rows have: torch and float64 are the judges."""
     numbers, codes = VALUES[~VALUES.isnan()], torch.arange(256)[~VALUES.isnan()].to(torch.uint8)
-    powers = torch.arange(fp8.LEAST_POWER, 120)
+    powers = torch.arange(fp8.MIN_POWER, 120)
     expected = numbers * torch.tensor([2.0**power for power in powers.tolist()], dtype=torch.float64)[:, None]
     rows, scales = codes.expand(expected.shape).contiguous(), (powers + fp8.BIAS).to(torch.uint8)
     assert same(decoded(rows, scales, dtype), expected.to(dtype))

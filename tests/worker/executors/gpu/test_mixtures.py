@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.executors.gpu.graphs import Buffers
 from holdfast.worker.executors.gpu.launches import Launches
-from holdfast.worker.executors.gpu.mixtures import MOST_SUM_BYTES, DeviceMixtures, MixtureLaunches
-from holdfast.worker.executors.gpu.weights import MOST_EXPERTS, mixture_on, unfit_mixture, views_of
+from holdfast.worker.executors.gpu.mixtures import MAX_SUM_BYTES, DeviceMixtures, MixtureLaunches
+from holdfast.worker.executors.gpu.weights import MAX_EXPERTS, mixture_on, unfit_mixture, views_of
 from holdfast.worker.executors.layout import Activation, Experts, Mlp
 from holdfast.worker.executors.linears import Linear
 
@@ -74,7 +74,7 @@ class StaleBuffers(Buffers):
         return tensor
 
 
-def run(experts: Experts, x: Tensor, slots: Sequence[int] = (), most_sum_bytes: int = MOST_SUM_BYTES) -> Tensor:
+def run(experts: Experts, x: Tensor, slots: Sequence[int] = (), most_sum_bytes: int = MAX_SUM_BYTES) -> Tensor:
     launches, own = Launches(launch), MixtureLaunches(launch)
     mixtures = DeviceMixtures(StaleBuffers(CPU), launches, own, most_sum_bytes)
     numbers = torch.tensor(slots or [0] * len(x), dtype=torch.int32)
@@ -211,4 +211,4 @@ def test_mixtures_that_the_kernels_do_not_take_are_refused():
     experts = experts_of(Shape(2, 1, has_shared=True), torch.bfloat16)
     assert unfit_mixture(experts) is None
     assert "other slices" in unfit_mixture(replace(experts, shared=replace(experts.shared, num_slices=8)))
-    assert "1025 experts" in unfit_mixture(replace(experts, experts=experts.experts[:1] * (MOST_EXPERTS + 1)))
+    assert "1025 experts" in unfit_mixture(replace(experts, experts=experts.experts[:1] * (MAX_EXPERTS + 1)))

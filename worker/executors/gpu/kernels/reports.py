@@ -128,7 +128,7 @@ def kth_best(row, bests, k, vocab, num_blocks, listed, mask, keeps, BLOCKS: tl.c
 
 HEAD = tl.constexpr(4)
 """Words before the best tokens of a row: its token, rank, log-probability, and how many best tokens follow."""
-_LEAST_EXPONENT = tl.constexpr(-89.0)  # below it an exponential is 0
+_MIN_EXPONENT = tl.constexpr(-89.0)  # below it an exponential is 0
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def log_mass(bests, masses, largest, num_chunks):
     for chunk in range(num_chunks):
         places = chunk * CHUNK_BLOCKS + tl.arange(0, CHUNK_BLOCKS)
         best = tl.load(bests + places)
-        counts = best - largest > _LEAST_EXPONENT
+        counts = best - largest > _MIN_EXPONENT
         mass = tl.where(counts, tl.load(masses + places), 0.0)
         gap = tl.where(counts, best, largest) - largest
         total += (exp2_of(gap * LOG2_E) * mass).to(tl.float64)
