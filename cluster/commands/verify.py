@@ -8,7 +8,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -78,6 +79,9 @@ class WatchFlags:
     metrics_file: Annotated[
         Path | None, Parameter(group=_WATCH, help="write Prometheus gauges, for a textfile collector")
     ] = None
+    metrics_port: Annotated[
+        int | None, Parameter(group=_WATCH, help="answer /metrics of 127.0.0.1 with the gauges; 0: a free port")
+    ] = None
 
 
 _NO_WHAT: Final = WhatFlags()
@@ -102,10 +106,24 @@ def verify(
     """
     secret = key if key_file is None else _read(key_file, "--key-file").strip()
     _check(what, result, repeat)
+    with _exposed(repeat.metrics_port) as expose:
+        return _repeated(url, model, secret, what, result, repeat, expose)
+
+
+def _repeated(
+    url: str,
+    model: str,
+    secret: str,
+    what: WhatFlags,
+    result: ReportFlags,
+    repeat: WatchFlags,
+    expose: Callable[[str], None],
+) -> int:
     while True:
         began_s = time.monotonic()
         report, measured, is_interrupted = asyncio.run(_audited(url, model, secret, what))
         _write(report, measured, what, result, repeat)
+        expose(report.as_metrics())
         if is_interrupted:
             from holdfast.cluster.commands.entry import EXIT_INTERRUPTED
 
@@ -140,6 +158,22 @@ def _check(what: WhatFlags, result: ReportFlags, repeat: WatchFlags) -> None:
     Budget.parsed(what.budget)
     _kind(result.fail_on)
     _reference(what.reference)
+
+
+@contextmanager
+def _exposed(port: int | None) -> Iterator[Callable[[str], None]]:
+    """Sets the text that a port of this machine answers with; without a port it does nothing."""
+    from holdfast.cluster.verify.metrics_server import MetricsServer
+
+    if port is None:
+        yield lambda text: None
+        return
+    server = MetricsServer(port)
+    print(f"metrics: http://127.0.0.1:{server.port}/metrics", file=sys.stderr)
+    try:
+        yield lambda text: setattr(server, "text", text)
+    finally:
+        server.close()
 
 
 def _kind(name: str) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from holdfast.cluster.verify import company, numbers, protocol, purity, semantics, structured
+from holdfast.cluster.verify import company, counts, numbers, protocol, purity, semantics, structured
 from holdfast.cluster.verify.exchange import Answer
 from holdfast.cluster.verify.finding import CheckResult, Kind
 from holdfast.cluster.verify.subject import Api, During, Pause, Steps, Subject, reach
@@ -17,6 +17,7 @@ CHECKS: Final[Mapping[str, Callable[[Subject, Api], Steps]]] = {
     "purity": purity.greedy,
     "seeded": purity.seeded,
     "finish": semantics.finishes,
+    "tokenizer": counts.tokenizer,
     "stop": semantics.stops,
     "echo": semantics.echoes,
     "logprobs": semantics.logprobs,

@@ -1,13 +1,16 @@
 """Checks of a model beside others: adapters, and faults of the server while streams are open."""
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from holdfast.cluster.verify.compare import first_difference
 from holdfast.cluster.verify.exchange import Answer
 from holdfast.cluster.verify.finding import Kind
-from holdfast.cluster.verify.purity import Known, Situation
+from holdfast.cluster.verify.purity import HOT, Known, Situation
 from holdfast.cluster.verify.subject import Api, During, Steps, Subject, alone
+
+VARIANTS: Final[Sequence[Mapping[str, Any]]] = ({}, {"temperature": HOT, "seed": 1000})
+"""Parameters of a request: at temperature 0, and drawn with a seed."""
 
 _LONG: Final = 6
 """Factor on the usual number of tokens, for streams that stay open during an event."""
@@ -18,10 +21,10 @@ def adapters(subject: Subject, api: Api) -> Steps:
     names = (subject.model, *subject.adapters, *subject.zero_adapters)
     if len(names) < 2:
         return
-    prompts = [one.text for one in subject.prompts()]
+    wishes = [(one.text, params) for one in subject.prompts() for params in VARIANTS]
     alone_by_name: dict[str, list[Answer]] = {}
     for name in names:
-        asks = [subject.ask(api, text, logprobs=True, model=name) for text in prompts]
+        asks = [subject.ask(api, text, logprobs=True, model=name, **params) for text, params in wishes]
         alone_by_name[name] = yield from alone(asks)
     mixed = yield [answer.ask for answers in zip(*alone_by_name.values(), strict=True) for answer in answers]
     _judge_mixed(subject, names, alone_by_name, mixed)
@@ -69,19 +72,15 @@ def _values(answer: Answer) -> list[float | None]:
 def during(subject: Subject, api: Api) -> Steps:
     """Streams that are open while a command ends a part of the server: all of them go on as if nothing had been."""
     number = _LONG * subject.sizes.num_tokens
-    asks = [subject.streamed(subject.ask(api, one.text, max_tokens=number)) for one in subject.prompts()]
+    wishes = [(one.text, params) for one in subject.prompts() for params in VARIANTS]
+    asks = [subject.streamed(subject.ask(api, text, max_tokens=number, **params)) for text, params in wishes]
     before = yield from alone(asks)
-    known = {
-        answer.ask.params.get("prompt") or str(answer.ask.params.get("messages")): Known(answer.ask, False, [answer])
-        for answer in before
-        if answer.is_ok
-    }
+    known = [Known(answer.ask, False, [answer] if answer.is_ok else []) for answer in before]
     found = yield During(asks)
-    judge, lost = Situation("during"), [answer for answer in found if not answer.is_ok]
-    for answer in found:
-        one = known.get(answer.ask.params.get("prompt") or str(answer.ask.params.get("messages")))
-        if one is not None and answer.is_ok:
-            judge.judge(one, answer, [text for other in known.values() if other is not one for text in other.texts])
+    judge, lost = Situation("during", known), [answer for answer in found if not answer.is_ok]
+    for n, answer in enumerate(found):  # as many rounds of `asks` as the command took
+        one = known[n % len(known)]
+        judge.judge(one, answer, [text for other in known if other is not one for text in other.texts])
     judge.report(subject, "failover")
     if lost:
         about = f"a stream was lost: {lost[0].status} {lost[0].message}"

@@ -15,7 +15,7 @@ class Ask:
     """One request. A body of bytes is sent as it is."""
 
     path: str
-    """Path below the base URL (`completions`), or from the root of the server if it begins with a slash."""
+    """Path below the base URL (`completions`), or below what stands before its `/v1` if it begins with a slash."""
     body: Mapping[str, Any] | bytes | None = None
     method: str = "POST"
     cut_after: int | None = None

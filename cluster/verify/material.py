@@ -79,6 +79,20 @@ SCHEMAS: Final[dict[str, dict[str, Any]]] = {
     "$ref": _object(origin={"$ref": "#/$defs/point"})
     | {"$defs": {"point": _object(x={"enum": [0, 1]}, y={"enum": [0, 1]})}},
     "nested": _object(outer=_object(inner=_object(flag={"type": "boolean"}))),
+    "types": _object(size={"type": ["boolean", "null"]}),
+    "oneOf": _object(shade={"oneOf": [{"const": "dark"}, {"const": "light"}]}),
+    "allOf": _object(rank={"allOf": [{"type": "integer", "minimum": 1}, {"maximum": 4}]}),
+    "exclusiveMinimum, exclusiveMaximum": _object(
+        share={"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 5}
+    ),
+    "multipleOf": _object(cents={"type": "integer", "minimum": 10, "maximum": 90, "multipleOf": 10}),
+    "prefixItems": _object(
+        pair={"type": "array", "prefixItems": [{"type": "boolean"}, {"enum": ["left", "right"]}], "items": False}
+        | {"minItems": 2, "maxItems": 2}
+    ),
+    "format": _object(day={"type": "string", "format": "date"}),
+    "optional": _object(name={"enum": ["ada", "bob"]}) | {"required": []},
+    "escapes": _object(path={"enum": ["a/b", "tab\tand\nline", "\u00e9\u2028"]}),
 }
 """Schemas by the keyword that they are about; all of short instances."""
 

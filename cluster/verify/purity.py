@@ -5,7 +5,7 @@ whose answers vary when alone is compared no further, so a server is blamed for 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from holdfast.cluster.verify.compare import Difference, drift, first_difference, likely_cause
@@ -13,8 +13,11 @@ from holdfast.cluster.verify.exchange import Answer, Ask, Choice
 from holdfast.cluster.verify.finding import Kind
 from holdfast.cluster.verify.subject import Api, Feature, Pause, Steps, Subject, alone
 
-_HOT: Final = 1.5
+HOT: Final = 1.5
 """Temperature of seeded requests: one at which texts of different seeds differ."""
+
+_SHORTEST: Final = 12
+"""Characters of a text that two prompts do not have in common by chance."""
 
 DAMAGES: Final = {
     "lost": ("streams.lost-text", "text of the answer is missing"),
@@ -49,6 +52,8 @@ class Situation:
     """Judge of one situation: differences of its answers from the known ones, counted."""
 
     name: str
+    prompts: Sequence[Known] = ()
+    """All prompts of the check, by whose answers an answer to another request is known."""
     num_tried: int = 0
     num_repetitive: int = 0
     drift: float = 0.0
@@ -71,15 +76,23 @@ class Situation:
         if self.seen:
             damaged = [one for one in self.seen if one[3].damage and self.name in ("streamed", "together", "during")]
             for kind in dict.fromkeys(one[3].damage for one in damaged):
-                self._report_damage(subject, kind, [one for one in damaged if one[3].damage == kind])
-            if rest := [one for one in self.seen if one not in damaged]:
+                self._report_as(subject, *DAMAGES[kind], [one for one in damaged if one[3].damage == kind])
+            rest = [one for one in self.seen if one not in damaged]
+            if exchanged := [one for one in rest if self._is_of_another(one[0], one[2])]:
+                self._report_as(subject, "answers.of-another", "the answer to another request came", exchanged)
+            if rest := [one for one in rest if one not in exchanged]:
                 self._report_differences(subject, family, rest)
         if self.drift > 0:
             about = f"log-probabilities of equal tokens differ by up to {self.drift:.2g} nats ({family}, {self.name})"
             subject.found("logprobs.drift", Kind.NOTE, about, cause="rounding (precision)", gap=self.drift)
 
-    def _report_damage(self, subject: Subject, kind: str, seen: Sequence[tuple[Any, ...]]) -> None:
-        name, about = DAMAGES[kind]
+    def _is_of_another(self, known: Known, choice: Choice) -> bool:
+        """Whether the answer is one to another prompt; of two that came alone, whether either of them is."""
+        texts = {choice.full, known.answers[0].choice.full} if self.name in ("cached", "repeated") else {choice.full}
+        others = [one for one in self.prompts if one.ask is not known.ask]
+        return any(len(text) >= _SHORTEST and text in other.texts for text in texts for other in others)
+
+    def _report_as(self, subject: Subject, name: str, about: str, seen: Sequence[tuple[Any, ...]]) -> None:
         known, answer, choice, difference = seen[0]
         subject.found(
             *(name, Kind.FAULT, f"{about} ({self.name})", answer),
@@ -121,8 +134,6 @@ ABOUT: Final = {
     "during": "a streamed request during the command",
 }
 
-Ready = Callable[..., Ask]
-
 
 def greedy(subject: Subject, api: Api) -> Steps:
     """The family `purity`: temperature 0."""
@@ -131,7 +142,7 @@ def greedy(subject: Subject, api: Api) -> Steps:
 
 def seeded(subject: Subject, api: Api) -> Steps:
     """The family `seeded`: a high temperature and a seed for each prompt."""
-    yield from _family(subject, api, "seeded", lambda n: {"temperature": _HOT, "seed": 1000 + n})
+    yield from _family(subject, api, "seeded", lambda n: {"temperature": HOT, "seed": 1000 + n})
     yield from _seeds_matter(subject, api)
 
 
@@ -152,9 +163,12 @@ def _family(subject: Subject, api: Api, family: str, params: Callable[[int], dic
     if subject.can(api, Feature.STREAM):
         yield from _situation(subject, family, "streamed", known, alone(subject.streamed(ask) for ask in asks))
         yield from _together(subject, family, known, plain)
-    if family == "purity" and subject.can(api, Feature.SEVERAL):
+    if subject.can(api, Feature.SEVERAL):
         several = [Ask(path=ask.path, body={**ask.params, "n": 2}) for ask in asks]
-        yield from _situation(subject, family, "n", known, alone(several))
+        if family == "purity":
+            yield from _situation(subject, family, "n", known, alone(several))
+        else:
+            yield from _several_again(subject, family, known, several)
     yield Pause(subject.sizes.pause_s)
     yield from _situation(subject, family, "paused", known, alone(asks))
 
@@ -162,9 +176,11 @@ def _family(subject: Subject, api: Api, family: str, params: Callable[[int], dic
 def _judge_alone(subject: Subject, family: str, known: Sequence[Known], rounds: Sequence[list[Answer]]) -> None:
     """The first, cold answers against the two that may come from a cache."""
     cold, warm, again = rounds
-    cached, repeated = Situation("cached"), Situation("repeated")
+    cached, repeated = Situation("cached", known), Situation("repeated", known)
+    unsettled: list[Known] = []
+    for one, *answers in zip(known, cold, warm, again, strict=True):
+        one.answers = [answer for answer in answers if answer.is_ok]
     for one, first, second, third in zip(known, cold, warm, again, strict=True):
-        one.answers = [answer for answer in (first, second, third) if answer.is_ok]
         if len(one.answers) < 3:
             continue
         settled = first_difference(second.choice, third.choice) is None
@@ -172,7 +188,7 @@ def _judge_alone(subject: Subject, family: str, known: Sequence[Known], rounds: 
         (cached if settled else repeated).judge(reference, second if settled else third)
         (repeated if settled else cached).num_tried += 1
         if not settled:
-            one.answers = []  # nothing left to compare with
+            unsettled.append(one)
     if family == "seeded" and len(repeated.seen) * 2 > len(known):
         known_one, answer, choice, difference = repeated.seen[0]
         subject.found(
@@ -186,20 +202,35 @@ def _judge_alone(subject: Subject, family: str, known: Sequence[Known], rounds: 
         repeated.seen.clear()
     cached.report(subject, family)
     repeated.report(subject, family)
+    for one in unsettled:
+        one.answers = []  # nothing left to compare with
 
 
 def _situation(subject: Subject, family: str, name: str, known: Sequence[Known], answers: Any) -> Steps:
     """Judges `answers`, a generator of them in the order of `known`."""
-    judge = Situation(name)
+    judge = Situation(name, known)
     found: list[Answer] = yield from answers
     for one, answer in zip(known, found, strict=True):
         judge.judge(one, answer)
     judge.report(subject, family)
 
 
+def _several_again(subject: Subject, family: str, known: Sequence[Known], several: Sequence[Ask]) -> Steps:
+    """Several completions of one request, which differ from each other, are the same ones the second time."""
+    judge = Situation("n", known)
+    first = yield from alone(several)
+    second = yield from alone(several)
+    for one, before, after in zip(known, first, second, strict=True):
+        if one.answers and before.is_ok and after.is_ok:
+            for left, right in zip(before.choices, after.choices, strict=False):
+                alike = Known(one.ask, one.is_repetitive, [replace(before, choices=[left])])
+                judge.judge(alike, replace(after, choices=[right]))
+    judge.report(subject, family)
+
+
 def _batches(subject: Subject, api: Api, family: str, known: Sequence[Known]) -> Steps:
     """Each request among all others and fillers, in two orders; then among copies of itself."""
-    batched, copies = Situation("batched"), Situation("copies")
+    batched, copies = Situation("batched", known), Situation("copies", known)
     rest = subject.company(api, max(0, subject.sizes.company - len(known)))
     for order in (known, known[::-1]):
         answers = yield [*(one.ask for one in order), *rest]
@@ -214,7 +245,7 @@ def _batches(subject: Subject, api: Api, family: str, known: Sequence[Known]) ->
 
 def _together(subject: Subject, family: str, known: Sequence[Known], plain: Sequence[Ask]) -> Steps:
     """All prompts streamed at once, with and without log-probabilities: streams that are mixed up show here."""
-    judge = Situation("together")
+    judge = Situation("together", known)
     for asks in ([one.ask for one in known], plain):
         answers = yield [subject.streamed(ask) for ask in asks]
         for one, answer in zip(known, answers, strict=True):
@@ -225,12 +256,12 @@ def _together(subject: Subject, family: str, known: Sequence[Known], plain: Sequ
 def _seeds_matter(subject: Subject, api: Api) -> Steps:
     """Different seeds at a high temperature give different texts somewhere."""
     prompts = subject.prompts()[:2]
-    asks = [subject.ask(api, one.text, temperature=_HOT, seed=seed) for one in prompts for seed in (1, 2, 3)]
+    asks = [subject.ask(api, one.text, temperature=HOT, seed=seed) for one in prompts for seed in (1, 2, 3)]
     answers = yield from alone(asks)
     subject.num_compared += len(answers)
     groups = [_texts(answers[n : n + 3]) for n in range(0, len(answers), 3)]
     if all(len(group) == 3 and len(set(group)) == 1 for group in groups):
-        about = f"three seeds give one text at temperature {_HOT}"
+        about = f"three seeds give one text at temperature {HOT}"
         subject.found("seed.no-effect", Kind.DIFFERENCE, about, answers[1], num_seen=2, num_tried=2)
 
 

@@ -166,7 +166,7 @@ def _wrong_place(answer: Answer, whole: Answer, stop: str) -> str:
 
 
 def echoes(subject: Subject, api: Api) -> Steps:
-    """`echo`: the text begins with the prompt, and goes on as without."""
+    """`echo`: the text begins with the prompt, and continues as without it."""
     if not subject.can(api, Feature.ECHO):
         return
     prompts = [one.text for one in subject.prompts()[:2]]
@@ -181,6 +181,20 @@ def echoes(subject: Subject, api: Api) -> Steps:
             "" if answer.choice.text.startswith(texts[id(answer)][0]) else f"begins {answer.choice.text[:30]!r}"
         ),
     )
+    subject.examine(
+        "echo.other-text",
+        "an echoed answer continues as the same answer without its prompt",
+        echoed,
+        lambda answer: _other_continuation(answer.choice.text, *texts[id(answer)]),
+        Kind.DIFFERENCE,
+    )
+
+
+def _other_continuation(text: str, prompt: str, plain: Answer) -> str:
+    if not plain.is_ok or not text.startswith(prompt):
+        return ""
+    found, expected = text.removeprefix(prompt).strip(), plain.choice.text.strip()  # a first space may be the prompt's
+    return "" if found == expected else f"{found[:40]!r}, and without echo {expected[:40]!r}"
 
 
 def logprobs(subject: Subject, api: Api) -> Steps:
@@ -231,6 +245,8 @@ def _not_chosen(answer: Answer) -> str:
         best = max((value for _, value in token.top if value is not None), default=None)
         if best is not None and token.logprob is not None and token.logprob < best - _TIE:
             return f"token {n} {token.text!r} has {token.logprob:.4f}, and another one {best:.4f}"
+        if best is not None and token.text not in dict(token.top):
+            return f"token {n} {token.text!r} is not among the likeliest that are listed"
     return ""
 
 

@@ -10,6 +10,7 @@ from holdfast.cluster.verify.finding import Kind
 from holdfast.cluster.verify.material import OTHER_TOOL, SCHEMAS, TOOL
 from holdfast.cluster.verify.subject import Api, Feature, Steps, Subject, alone
 
+_FORMATS: Final = Draft202012Validator.FORMAT_CHECKER
 _ROOM: Final = 96
 """Output tokens, more than any instance of the schemas needs."""
 
@@ -56,7 +57,7 @@ def _invalid(answer: Answer, keyword: str, schema: dict[str, Any]) -> str:
         value = json.loads(answer.choice.text)
     except ValueError:
         return f"{keyword}: no JSON: {answer.choice.text[:60]!r}"
-    error = next(Draft202012Validator(schema).iter_errors(value), None)
+    error = next(Draft202012Validator(schema, format_checker=_FORMATS).iter_errors(value), None)
     return f"{keyword}: {error.message[:80]}" if error else ""
 
 

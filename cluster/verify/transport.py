@@ -152,7 +152,7 @@ class Transport:
                 return
 
     def _url(self, ask: Ask) -> str:
-        return f"{self.base}/{ask.path}"
+        return f"{self.base.removesuffix('/v1')}{ask.path}" if ask.path.startswith("/") else f"{self.base}/{ask.path}"
 
     def _sent(self, ask: Ask) -> dict[str, Any]:
         key = _WRONG_KEY if ask.has_wrong_key else self._key

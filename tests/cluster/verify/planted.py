@@ -85,6 +85,8 @@ class Planted(httpx.AsyncBaseTransport):
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path.removeprefix("/v1/")
+        if request.url.path == "/tokenize":
+            return self.tokenized(json.loads(request.content))
         if path == "models":
             return httpx.Response(200, json={"data": [{"id": BASE, "max_model_len": CONTEXT}]})
         if path not in ("completions", "chat/completions"):
@@ -97,6 +99,10 @@ class Planted(httpx.AsyncBaseTransport):
             return problem
         outputs = [self.output(body, index) for index in range(body.get("n", 1))]
         return self.streamed(body, path, outputs) if body.get("stream") else self.whole(body, path, outputs)
+
+    def tokenized(self, body: dict[str, Any]) -> httpx.Response:
+        number = self.num_prompt(body) + (self.fault == "another tokenizer")
+        return httpx.Response(200, json={"tokens": [*range(number)]})
 
     def problem(self, body: dict[str, Any], path: str) -> httpx.Response | None:
         if ("prompt" if path == "completions" else "messages") not in body:
@@ -130,6 +136,8 @@ class Planted(httpx.AsyncBaseTransport):
         name = body["model"]
         if self.fault == "swaps adapters" and self.in_flight > 3 and self.number % 3 == 0:
             return OTHER if name == BASE else BASE
+        if name == ZERO and self.fault == "drawn adapter of no zero" and "seed" in body:
+            return OTHER
         if name == ZERO and self.fault != "adapter of no zero":
             return BASE
         return BASE if name == OTHER and self.fault == "adapter without effect" else name
@@ -182,12 +190,14 @@ class Planted(httpx.AsyncBaseTransport):
         if temperature in (0, "hot", -1):
             wrong = self.fault == "depends on the batch" and self.in_flight > 2 and position == 5
             wrong |= self.fault == "not the likeliest" and position == 3
+            wrong |= self.fault == "varies" and self.number % 3 == 0 and position == 6
             wrong |= self.fault == "n differs" and index > 0 and position == 2
             wrong |= self.fault == "cold differs" and self.prompt(body) not in self.cache and position == 4
             wrong |= self.fault == "logprobs change it" and "logprobs" in body and position == 4
             return top[1 if wrong and top[0][0] not in PARTS else 0][0]
         seed = self.number if self.fault == "ignores seeds" else body.get("seed", self.number)
         seed = 0 if self.fault == "one seed" else seed
+        seed = self.number if self.fault == "drawn n differs" and index else seed
         noise = lambda n: -math.log(-math.log(fraction(seed, position, n, index)))  # noqa: E731
         return max(enumerate(top), key=lambda one: one[1][1] / temperature + noise(one[0]))[1][0]
 
@@ -225,12 +235,13 @@ class Planted(httpx.AsyncBaseTransport):
         if "logprobs" not in body:
             return None
         number = 1 if self.fault == "truncates top logprobs" else 5
+        least = int(self.fault == "hides the chosen token")
         tokens = out.tokens[:-3] if self.fault == "truncates logprobs" else out.tokens
         rows = [
             (
                 token.decode(errors="replace"),
                 dict(top)[token],
-                [(a.decode(errors="replace"), b) for a, b in top[:number]],
+                [(a.decode(errors="replace"), b) for a, b in top[least:number]],
             )
             for token, top in zip(tokens, out.tops, strict=False)
         ]
@@ -251,6 +262,7 @@ class Planted(httpx.AsyncBaseTransport):
                 text = text.replace("日", "\ufffd\ufffd") if len(out.tokens) % 2 else text
             if body.get("echo"):
                 text = self.prompt(body)[self.fault == "echo without its beginning" :] + text
+                text += "!" * (self.fault == "echo with another end")
             said = {"text": text} if path == "completions" else {"message": self.message(out, text)}
             choice = {"index": index, "finish_reason": self.finish(out), **said}
             choices.append(choice | {"logprobs": self.echoed(body, self.logprobs(body, out, path))})
@@ -329,16 +341,23 @@ def instance(schema: dict[str, Any], root: dict[str, Any]) -> Any:
     """The simplest value of a schema of the corpus."""
     if "$ref" in schema:
         return instance(root["$defs"][schema["$ref"].rpartition("/")[2]], root)
-    for key in ("enum", "anyOf"):
+    for key in ("enum", "anyOf", "oneOf", "allOf"):
         if key in schema:
             return schema[key][0] if key == "enum" else instance(schema[key][0], root)
     if "const" in schema:
         return schema["const"]
+    if schema["type"] == ["boolean", "null"]:
+        return None
     kinds: dict[str, Any] = {
         "object": lambda: {name: instance(one, root) for name, one in schema.get("properties", {}).items()},
-        "array": lambda: [instance(schema["items"], root)] * schema.get("minItems", 0),
-        "string": lambda: "AB123" if "pattern" in schema else "a" * schema.get("minLength", 0),
-        "integer": lambda: schema.get("minimum", 0),
+        "array": lambda: (
+            [instance(one, root) for one in schema.get("prefixItems", ())]
+            or [instance(schema["items"], root)] * schema.get("minItems", 0)
+        ),
+        "string": lambda: {"pattern": "AB123", "format": "2026-02-28"}.get(
+            next((key for key in ("pattern", "format") if key in schema), ""), "a" * schema.get("minLength", 0)
+        ),
+        "integer": lambda: schema.get("minimum", schema.get("exclusiveMinimum", -1) + 1),
         "boolean": lambda: True,
         "null": lambda: None,
     }

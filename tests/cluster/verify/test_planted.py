@@ -1,6 +1,8 @@
 """Every planted fault is found by its name, and a server without faults has no finding."""
 
 import asyncio
+import re
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,8 @@ FAULTS = {
     "mixes streams": ("purity", "streams.mixed"),
     "drops a byte": ("purity", "streams.lost-text"),
     "repeats a chunk": ("purity", "streams.repeated-text"),
-    "stale cache": ("purity", "purity.repeated"),
+    "stale cache": ("purity", "answers.of-another"),
+    "varies": ("purity", "purity.repeated"),
     "cold differs": ("purity", "purity.cached"),
     "depends on the batch": ("purity", "purity.batched"),
     "n differs": ("purity", "purity.n"),
@@ -21,17 +24,21 @@ FAULTS = {
     "drifts": ("purity", "logprobs.drift"),
     "ignores seeds": ("seeded", "seed.ignored"),
     "one seed": ("seeded", "seed.no-effect"),
+    "drawn n differs": ("seeded", "seeded.n"),
     "wrong finish": ("finish", "finish.wrong"),
     "wrong usage": ("finish", "usage.wrong"),
     "wrong streamed usage": ("finish", "usage.wrong"),
+    "another tokenizer": ("tokenizer", "usage.tokenizer"),
     "ignores stop": ("stop", "stop.ignored"),
     "stops late": ("stop", "stop.wrong-place"),
     "finish of a stop": ("stop", "stop.wrong-place"),
     "echo without its beginning": ("echo", "echo.wrong"),
+    "echo with another end": ("echo", "echo.other-text"),
     "truncates logprobs": ("logprobs", "logprobs.truncated"),
     "truncates top logprobs": ("logprobs", "logprobs.truncated"),
     "sums above 1": ("logprobs", "logprobs.sum"),
     "not the likeliest": ("logprobs", "logprobs.not-chosen"),
+    "hides the chosen token": ("logprobs", "logprobs.not-chosen"),
     "cuts characters": ("unicode", "unicode.broken"),
     "breaks characters in streams": ("unicode", "unicode.broken"),
     "bytes that are no text": ("streams", "streams.form"),
@@ -46,6 +53,7 @@ FAULTS = {
     "mangles streamed arguments": ("tools", "tools.streamed"),
     "swaps adapters": ("adapters", "adapters.swapped"),
     "adapter of no zero": ("adapters", "adapters.zero-differs"),
+    "drawn adapter of no zero": ("adapters", "adapters.zero-differs"),
     "adapter without effect": ("adapters", "adapters.no-effect"),
     "!!!!": ("purity", "numbers.repeated-token"),
     "NaN": ("logprobs", "numbers.not-finite"),
@@ -83,3 +91,10 @@ def test_a_server_without_faults_has_no_finding(nonce):
     audit = audited(nonce=nonce)
     assert audit.subject.findings == []
     assert all(result.num_compared for result in audit.results if result.name not in ("reach", "numbers"))
+
+
+def test_the_page_lists_the_planted_servers():
+    page = (Path(__file__).parents[3] / "docs" / "verify.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `([\w.-]+)` \| (.+) \|$", page, re.MULTILINE)
+    assert {fault: (check, name) for check, name, faults in rows for fault in faults.split(", ")} == FAULTS
+    assert f"{len(FAULTS)} planted faults" in page

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from xml.etree import ElementTree
 
+import httpx
 import pytest
 
 from holdfast.cluster.verify.audit import Audit
 from holdfast.cluster.verify.compare import damage
 from holdfast.cluster.verify.finding import Kind
+from holdfast.cluster.verify.metrics_server import MetricsServer
 from holdfast.cluster.verify.report import Report, page
 from holdfast.cluster.verify.subject import Subject
 from holdfast.cluster.verify.transport import Budget, Transport, base_url
@@ -135,3 +137,17 @@ def test_budgets_and_addresses_are_read():
     with pytest.raises(ConfigurationError, match="--key-file"):
         base_url("http://user:word@host")
     assert Subject(model="m", nonce="n").apis == []
+
+
+def test_a_watch_answers_with_the_gauges_of_its_last_audit():
+    server = MetricsServer(0)
+    try:
+        address = f"http://127.0.0.1:{server.port}"
+        assert httpx.get(f"{address}/metrics", trust_env=False).status_code == 503
+        server.text = report_of(audited(checks=["stop"])).as_metrics()
+        assert httpx.get(f"{address}/metrics", trust_env=False).text == server.text
+        assert httpx.get(f"{address}/other", trust_env=False).status_code == 404
+        with pytest.raises(ConfigurationError, match="--metrics-port"):
+            MetricsServer(server.port)
+    finally:
+        server.close()
