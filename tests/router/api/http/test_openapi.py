@@ -30,9 +30,13 @@ def test_declared_parameters_are_part_of_the_bodies():
     assert "temperature" not in schemas["TokenizeBody"]["properties"]
 
 
+def is_timeout(answer) -> bool:
+    return answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_exceeded"
+
+
 def check_all(max_examples: int, *, stores: bool) -> None:
     schemathesis = importlib.import_module("schemathesis")
-    from schemathesis.checks import CHECKS
+    from schemathesis.checks import CHECKS, not_a_server_error
     from schemathesis.specs.openapi.checks import positive_data_acceptance
 
     # What one field says of another, and of the model, no schema says: such bodies are refused though they fit.
@@ -56,7 +60,10 @@ def check_all(max_examples: int, *, stores: bool) -> None:
                 phases=[Phase.generate],
             )
             def answered_as_described(case):
-                case.call_and_validate(base_url=f"http://{router.address}", excluded_checks=left_out, timeout=20)
+                answer = case.call(base_url=f"http://{router.address}", timeout=20)
+                # A body may ask for less time than the answer takes, and 504 says that its time is up.
+                excluded = [*left_out, not_a_server_error] if is_timeout(answer) else left_out
+                case.validate_response(answer, excluded_checks=excluded)
 
             answered_as_described()
 
