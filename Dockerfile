@@ -22,13 +22,13 @@ ARG TORCH_INDEX=""
 COPY constraints.txt ./
 RUN pip install --constraint constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
 COPY . .
-RUN pip install --constraint constraints.txt .
+RUN pip install --constraint constraints.txt '.[serve]'
 
 FROM compiler AS install-cuda
 COPY constraints.txt ./
 RUN pip install --constraint constraints.txt torch
 COPY . .
-RUN pip install --constraint constraints.txt .
+RUN pip install --constraint constraints.txt '.[serve]'
 
 # --- what runs: nothing of it as root. KubeRay's commands and probes need bash and wget.
 FROM python:${PYTHON}-slim-bookworm AS runtime

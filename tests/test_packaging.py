@@ -1,16 +1,22 @@
 """What is installed: one top-level name, typed, that no file of a user's can shadow."""
 
+import asyncio
 import os
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from contextlib import suppress
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from holdfast.worker.executors.cpu import build, library
+from tests import loops
+from tests.chaos.forked import forked_cluster
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = (".*", "*.egg-info", "build", "dist", "__pycache__", "tests", "docs")
@@ -33,17 +39,23 @@ print(SamplingParams(), AsyncClient, Client)
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """A folder into which the wheel was unpacked."""
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
     keep_libraries(folder / "source/worker/executors/cpu/libraries")
     subprocess.run([sys.executable, "-c", BUILD, folder], cwd=folder / "source", check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(wheel):
+    """A folder into which the wheel was unpacked."""
+    folder = wheel.parent / "site"
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "site")
-    return folder / "site"
+        archive.extractall(folder)
+    return folder
 
 
 def keep_libraries(folder: Path) -> None:
@@ -110,3 +122,43 @@ def test_a_script_may_have_files_with_common_names_beside_it(installed, tmp_path
     shown = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     assert "cluster.replicas" in shown.stdout
+
+
+def required(installed, extra=""):
+    """Names of the packages that an installation with an extra asks for."""
+    (folder,) = installed.glob("*.dist-info")
+    wanted = map(Requirement, Distribution.at(folder).requires or ())
+    return {one.name for one in wanted if one.marker is None or one.marker.evaluate({"extra": extra})}
+
+
+def test_an_audit_needs_none_of_the_packages_that_serve(installed):
+    assert required(installed) == {"cyclopts", "rich"}
+    assert required(installed, "verify") == {"cyclopts", "rich", "httpx", "jsonschema"}
+    assert {"torch", "ray", "transformers", "pydantic"} < required(installed, "serve")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_environment_of_the_audit_alone_audits_a_server(wheel, tmp_path):
+    """Installed from a registry. `holdfast serve` there names the extra that it lacks."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    program = tmp_path / "venv/bin/holdfast"
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    pip = [program.with_name("python"), "-m", "pip", "install", "--quiet", f"{wheel}[verify]"]
+    subprocess.run(pip, check=True, env=environ)
+    site = next((tmp_path / "venv/lib").glob("python*")) / "site-packages"
+    assert not {"torch", "ray", "transformers", "grpc", "numpy"} & {path.name for path in site.iterdir()}
+
+    def run(*words):
+        return subprocess.run([program, *words], env=environ, cwd=tmp_path, capture_output=True, text=True)
+
+    async def audited():
+        async with forked_cluster(tmp_path, step_s=0.0) as cluster:
+            url = f"http://{cluster.routers[0].http_address}"
+            return await asyncio.to_thread(run, "verify", url, "--prompts", "2", "--tokens", "8", "--pause", "0")
+
+    ran = loops.run(audited(), timeout_s=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "0 faults, 0 differences" in ran.stdout
+    refused = run("serve")
+    assert (refused.returncode, "pip install 'holdfast[serve]'" in refused.stderr) == (2, True)

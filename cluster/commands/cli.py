@@ -7,6 +7,7 @@ files beside this one and are imported only when they run, so that `--help` stay
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Annotated, Final, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
@@ -107,6 +108,11 @@ def exit_code(action: Callable[[], object]) -> int:
         return _say(str(error), EXIT_USAGE)
     except HoldfastError as error:
         return _say(str(error), EXIT_FAILED)
+    except ImportError as error:
+        missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__  # of a file that cyclopts loads
+        if not isinstance(missing, ModuleNotFoundError) or find_spec("torch") is not None:
+            raise
+        return _say(f"this command needs {missing.name}: pip install 'holdfast[serve]'", EXIT_USAGE)
     except KeyboardInterrupt:
         return _say("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:  # as behind `| head`; nothing more may be written when Python ends

@@ -302,6 +302,8 @@ def update(
         )
         wanted = over_running(running_settings(loaded.config.cluster.namespace, name), loaded)
         updated = update_model(wanted, plan, report, answers, is_audited=audit)
+    if audit:
+        print(f"{name}: nothing was found by the audit of {updated.num_audited} answers of the canary")
     return _say_updated(name, updated)
 
 

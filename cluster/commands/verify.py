@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Group, Parameter
 
+from holdfast.cluster.commands.verify_reference import reference_of
 from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -45,9 +46,11 @@ class WhatFlags:
     company: Annotated[int, Parameter(group=_WHAT, help="requests that are sent together, 2 to 64")] = 8
     pause: Annotated[float, Parameter(group=_WHAT, help="seconds of the long pause")] = 3.0
     reference: Annotated[
-        Path | None, Parameter(group=_WHAT, help="perplexities of another server, to compare with")
+        str | None, Parameter(group=_WHAT, help="perplexities to compare with: a file, a server's address, or a model")
     ] = None
-    write_reference: Annotated[Path | None, Parameter(group=_WHAT, help="write this server's perplexities")] = None
+    write_reference: Annotated[
+        Path | None, Parameter(group=_WHAT, help="write the reference's perplexities; without one, this server's")
+    ] = None
     tolerance: Annotated[
         float, Parameter(group=_WHAT, help="share by which perplexities may differ from the reference's")
     ] = 0.02
@@ -106,8 +109,9 @@ def verify(
     """
     secret = key if key_file is None else _read(key_file, "--key-file").strip()
     _check(what, result, repeat)
+    reference = reference_of(what.reference)
     with _exposed(repeat.metrics_port) as expose:
-        return _repeated(url, model, secret, what, result, repeat, expose)
+        return _repeated(url, model, secret, what, result, repeat, reference, expose)
 
 
 def _repeated(
@@ -117,12 +121,13 @@ def _repeated(
     what: WhatFlags,
     result: ReportFlags,
     repeat: WatchFlags,
+    reference: Mapping[str, Any] | None,
     expose: Callable[[str], None],
 ) -> int:
     while True:
         began_s = time.monotonic()
-        report, measured, is_interrupted = asyncio.run(_audited(url, model, secret, what))
-        _write(report, measured, what, result, repeat)
+        report, measured, is_interrupted = asyncio.run(_audited(url, model, secret, what, reference))
+        _write(report, measured if reference is None else reference, what, result, repeat)
         expose(report.as_metrics())
         if is_interrupted:
             from holdfast.cluster.commands.entry import EXIT_INTERRUPTED
@@ -157,7 +162,6 @@ def _check(what: WhatFlags, result: ReportFlags, repeat: WatchFlags) -> None:
             raise ConfigurationError(f"{path}: no such folder: {path.absolute().parent}")
     Budget.parsed(what.budget)
     _kind(result.fail_on)
-    _reference(what.reference)
 
 
 @contextmanager
@@ -192,18 +196,9 @@ def _read(path: Path, flag: str) -> str:
         raise ConfigurationError(f"{flag} {path}: cannot be read: {error}") from None
 
 
-def _reference(path: Path | None) -> dict[str, Any] | None:
-    from holdfast.cluster.verify.report import read_reference
-
-    if path is None:
-        return None
-    try:
-        return read_reference(_read(path, "--reference"))
-    except ValueError as error:
-        raise ConfigurationError(f"--reference {path}: {error}") from None
-
-
-async def _audited(url: str, model: str, key: str, what: WhatFlags) -> "tuple[Report, dict[str, Any], bool]":
+async def _audited(
+    url: str, model: str, key: str, what: WhatFlags, reference: Mapping[str, Any] | None
+) -> "tuple[Report, dict[str, Any], bool]":
     """Report, measured perplexities, and whether Ctrl-C has ended it early."""
     from holdfast.cluster.commands.cli import version
     from holdfast.cluster.verify.audit import ALL, Audit
@@ -215,7 +210,7 @@ async def _audited(url: str, model: str, key: str, what: WhatFlags) -> "tuple[Re
     audit = Audit(
         subject=_subject(model, what, bool(key)),
         checks=what.checks.split(",") if what.checks else ALL,
-        reference=_reference(what.reference),
+        reference=reference,
         tolerance=what.tolerance,
         command=_command(what.during),
     )
@@ -273,7 +268,7 @@ def _command(line: str) -> Callable[[], bool] | None:
 
 
 def _write(
-    report: "Report", measured: dict[str, Any], what: WhatFlags, result: ReportFlags, repeat: WatchFlags
+    report: "Report", perplexities: Mapping[str, Any], what: WhatFlags, result: ReportFlags, repeat: WatchFlags
 ) -> None:
     import json
 
@@ -287,7 +282,7 @@ def _write(
         (result.html, lambda: page(report)),
         (result.junit, report.as_junit),
         (repeat.metrics_file, report.as_metrics),
-        (what.write_reference, lambda: json.dumps(measured, indent=1, ensure_ascii=False)),
+        (what.write_reference, lambda: json.dumps(perplexities, indent=1, ensure_ascii=False)),
     )
     for path, make in texts:
         if path is not None:

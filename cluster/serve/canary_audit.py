@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 from uuid import uuid4
 
@@ -60,19 +61,27 @@ class CanaryTransport(Transport):
         return version_of(answer.fingerprint) == self._version
 
 
-def audited(address: str, key: str, model: str, version: str, share: float, **options: Any) -> list[str]:
-    """Faults and differences of the version's answers, each in a few words. `address` is a router's, with its scheme.
+@dataclass(frozen=True, slots=True)
+class CanaryAudit:
+    """Result of an audit."""
 
-    `options` are those of `Transport`.
-    """
+    found: list[str]
+    """Faults and differences, each in a few words."""
+    num_answers: int
+    """Answers of the canary; 0: it never had room, so nothing is known of it."""
 
-    async def run() -> Sequence[Finding]:
+
+def audited(address: str, key: str, model: str, version: str, share: float, **options: Any) -> CanaryAudit:
+    """Audits the version's answers. `address` is a router's, with its scheme; `options` are those of `Transport`."""
+
+    async def run() -> tuple[Sequence[Finding], int]:
         transport = CanaryTransport(address, key, version, share, **options)
         audit = Audit(subject=Subject(model=model, nonce=uuid4().hex[:6], sizes=_SIZES), checks=CHECKS)
         try:
             await audit.run(transport)
         finally:
             await transport.close()
-        return audit.subject.findings if transport.num_of_canary else ()  # it never had room
+        return audit.subject.findings if transport.num_of_canary else (), transport.num_of_canary
 
-    return [f"{one.name}: {one.about}" for one in asyncio.run(run()) if one.kind is not Kind.NOTE]
+    findings, num_answers = asyncio.run(run())
+    return CanaryAudit([f"{one.name}: {one.about}" for one in findings if one.kind is not Kind.NOTE], num_answers)

@@ -146,7 +146,8 @@ def versions() -> Iterator[Finding]:
             yield Finding(Level.GOOD, package, version(package))
         except PackageNotFoundError:
             level = Level.NOTE if package == "holdfast" else Level.BAD
-            yield Finding(level, package, "is not installed", "pip install holdfast, or `make install` in a checkout")
+            advice = "pip install 'holdfast[serve]', or `make install` in a checkout"
+            yield Finding(level, package, "is not installed", advice)
 
 
 def devices(machine: Machine) -> Finding:

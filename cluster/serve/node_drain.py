@@ -21,7 +21,7 @@ from holdfast.cluster.serve.canary import KnownAnswer
 from holdfast.cluster.serve.directory import Role, Snapshot
 from holdfast.cluster.serve.ray_internals import drain_node
 from holdfast.router.operator_state import Change
-from holdfast.worker.errors import CallerError, HoldfastError, ReplicaError
+from holdfast.worker.errors import CallerError, ConfigurationError, HoldfastError, ReplicaError
 from holdfast.worker.model_info import version_of
 from holdfast.worker.replica.processes import ProcessId
 from holdfast.worker.sampling_params import SamplingParams
@@ -169,12 +169,13 @@ class ServeSteps:
         share: float = 0.0,
         is_audited: bool = False,
     ) -> None:
-        """`config` fits the cluster (`serving.fitted`). `is_audited`: the canary is audited once."""
+        """`config` fits the cluster (`serving.fitted`). `is_audited`: the canary is audited, once it answers."""
         self._config = config
         self._namespace, self._model = config.cluster.namespace, config.model.name
         self._directory: Any = models.directory_of(self._namespace)
         self._known_answers = known_answers
         self._share, self._is_audited = share, is_audited
+        self.num_audited = 0
 
     def now(self) -> float:
         return time.monotonic()
@@ -221,17 +222,20 @@ class ServeSteps:
         return [*self._wrong_known_answers(version), *self._found_by_audit(version)]
 
     def _found_by_audit(self, version: str) -> Sequence[str]:
-        routers = [one.http_address for one in self.snapshot().serving(Role.ROUTER)]
-        if not (self._is_audited and routers):
+        if not self._is_audited or self.num_audited:
             return ()
+        routers = [one.http_address for one in self.snapshot().serving(Role.ROUTER) if one.http_address]
+        if not routers:
+            raise ConfigurationError("--audit: no router answers over HTTP (cluster.http_port), by which it asks")
         from holdfast.cluster.serve.canary_audit import audited
 
-        self._is_audited = False
         options = self._config.client.options
         tls = options.get("tls")
         address = f"{'http' if tls is None else 'https'}://{routers[0]}"
         context = True if tls is None else tls.client_context()
-        return audited(address, options["api_key"], self._model, version, self._share, tls=context)
+        audit = audited(address, options["api_key"], self._model, version, self._share, tls=context)
+        self.num_audited = audit.num_answers
+        return audit.found
 
     def _wrong_known_answers(self, version: str) -> Sequence[str]:
         if not self._known_answers:

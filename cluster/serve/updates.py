@@ -29,6 +29,9 @@ STARTING: Final = "starting the new version"
 class Steps(Protocol):
     """Actions of an update on a cluster, and its observations of it."""
 
+    num_audited: int
+    """Answers of the canary that were audited; 0 without an audit, and while the canary has no room."""
+
     def now(self) -> float: ...
 
     def sleep(self, seconds: float) -> None:
@@ -87,6 +90,8 @@ class Updated:
     old_version: str
     new_version: str
     num_replicas: int
+    num_audited: int = 0
+    """Answers of the canary that were audited."""
 
 
 class Update:
@@ -141,7 +146,12 @@ class Update:
             self._order("with_held", new, False)
         wanted = self._plan.num_replicas or self._num_old
         self._roll(new, wanted)
-        return Updated(old_version=old_replica.version, new_version=first.version, num_replicas=wanted)
+        return Updated(
+            old_version=old_replica.version,
+            new_version=first.version,
+            num_replicas=wanted,
+            num_audited=self._steps.num_audited,
+        )
 
     def _roll(self, new: str, wanted: int) -> None:
         """One replica of the new version, then one less of the old one, and so on."""

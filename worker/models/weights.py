@@ -184,7 +184,7 @@ def load_checkpoint(folder: Path, config: Any) -> Any:
 
     is_text = holds_text_model(read_json(folder / "config.json"))
     check_num_layers(config, num_tensors(folder))
-    with _BUILDING, _in_silence():
+    with _BUILDING, in_silence():
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -290,7 +290,7 @@ def _ready(model: Any) -> Any:
 
 
 @contextmanager
-def _in_silence() -> Iterator[None]:
+def in_silence() -> Iterator[None]:
     """Silences transformers' progress bar, which ignores ranks and counts mapped weights, and its table of missing and
     unexpected tensors, which `check_loaded` refuses.
     """

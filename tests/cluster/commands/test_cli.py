@@ -6,6 +6,7 @@ import sys
 import pytest
 from cyclopts.help import format_usage
 
+from holdfast.cluster.commands import cli
 from holdfast.cluster.commands.catalogue import COMMANDS as CATALOGUE
 from holdfast.cluster.commands.catalogue import GROUPS
 from holdfast.cluster.commands.cli import app, run
@@ -155,3 +156,14 @@ def test_an_interrupt_is_130(monkeypatch, capsys):
 
     monkeypatch.setattr("holdfast.cluster.config.config.load_config", interrupted)
     assert run(["config", "show"]) == 130
+
+
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, capsys):
+    def load():
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    with pytest.raises(ModuleNotFoundError):  # where torch is installed, it is another mistake
+        cli.exit_code(load)
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    assert cli.exit_code(load) == 2
+    assert "needs torch: pip install 'holdfast[serve]'" in capsys.readouterr().err

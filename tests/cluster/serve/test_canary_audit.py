@@ -6,7 +6,7 @@ import json
 import httpx
 import pytest
 
-from holdfast.cluster.serve.canary_audit import CanaryTransport, audited, own_id
+from holdfast.cluster.serve.canary_audit import CanaryAudit, CanaryTransport, audited, own_id
 from holdfast.cluster.verify.exchange import Ask
 from holdfast.router.dispatch.versions import position
 from tests.cluster.verify.planted import Planted
@@ -46,11 +46,12 @@ def test_ids_fall_into_the_share():
 )
 def test_faults_of_the_canary_are_found_and_those_of_the_old_version_are_not(fault: str, name: str | None):
     found = audited("http://router", "", "base", NEW, SHARE, inner=TwoVersions(fault))
-    assert {one.partition(":")[0] for one in found} == ({name} if name else set())
+    assert {one.partition(":")[0] for one in found.found} == ({name} if name else set())
+    assert found.num_answers > 100
 
 
 def test_a_canary_without_room_has_no_finding():
-    assert audited("http://router", "", "base", NEW, SHARE, inner=TwoVersions("wrong usage", 0)) == []
+    assert audited("http://router", "", "base", NEW, SHARE, inner=TwoVersions("wrong usage", 0)) == CanaryAudit([], 0)
 
 
 def test_answers_of_another_version_are_void():

@@ -25,6 +25,7 @@ class FakeCluster:
         self.most = num_old
         self.counts: dict[str, VersionCounts] = {}
         self.wrong: list[str] = []
+        self.num_audited = 0
         self.comes_up = True
         self.time_s = 0.0
         self.on_sleep = lambda: None
