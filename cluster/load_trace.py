@@ -39,6 +39,8 @@ class Arrival:
     prefix: tuple[tuple[int, int], ...] = ()
     """Pieces that the prompt begins with, as (id, number of tokens): prompts with equal pieces at the front share them.
     """
+    adapter: int | None = None
+    """Number of the LoRA adapter that it runs with; None: the model alone."""
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Arrival":
@@ -113,10 +115,12 @@ def made_up_trace(
     seed: int,
     num_prefixes: int = 0,
     prefix_len: int = 0,
+    num_adapters: int = 0,
 ) -> list[Arrival]:
     """Poisson arrivals at `rate` a second; lengths are exponential around their means, within `max_len` together.
 
-    With `num_prefixes`, one of this many prefixes of `prefix_len` tokens comes before each prompt.
+    With `num_prefixes`, one of this many prefixes of `prefix_len` tokens comes before each prompt; with `num_adapters`,
+    each request has one of this many adapters.
     """
     rng = random.Random(seed)
     arrivals = []
@@ -131,6 +135,7 @@ def made_up_trace(
                 num_prompt_tokens=prefix_len + num_own_tokens,
                 num_output_tokens=num_output_tokens,
                 prefix=((rng.randrange(num_prefixes), prefix_len),) if num_prefixes else (),
+                adapter=rng.randrange(num_adapters) if num_adapters else None,
             )
         )
     return arrivals

@@ -55,6 +55,11 @@ def short_snapshot(short: int) -> int:
     return short ^ _ALL_BITS
 
 
+def short_adapter(digest: str) -> int:
+    """Stands for a resident adapter of this digest, among the short hashes of blocks: its root, which is no block's."""
+    return short_hash(root_hash("", "", digest))
+
+
 def short_hashes(root: bytes, token_ids: Sequence[int], block_size: int, num_blocks: int) -> Iterator[int]:
     """The short hashes of a prompt's first blocks, which are full, behind a `root_hash`; each is computed on demand.
 

@@ -135,6 +135,11 @@ class EngineStats:
     """Speed of the last transfers by the host of the other replica, and of all by the name ""; on the leading rank."""
     prefill_tokens_per_s: float = 0.0
     """The best of the last steps that computed prompts for the most part; 0 before there were some."""
+    num_adapter_loads: int = 0
+    """Adapters that were read and made resident."""
+    num_resident_adapters: int = 0
+    adapter_load_s: float = 0.0
+    """Seconds that the last of them took, from the order to load it; 0 before the first."""
     gpu_utilization: float = 0.0
     """Share of the last moments in which the leading rank's GPU computed, from 0 to 1; 0 without a GPU."""
     gpu_memory_used_bytes: int = 0
@@ -171,7 +176,7 @@ class GpuStats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheChanges:
     """Short hashes of blocks that are available from now on, and of blocks that no longer are; for a model that keeps
-    states also of its snapshots (`short_snapshot`). No hash is in both.
+    states also of its snapshots (`short_snapshot`), and of resident adapters (`short_adapter`). No hash is in both.
     """
 
     stored: Sequence[int] = ()

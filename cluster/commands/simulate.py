@@ -42,6 +42,9 @@ class LoadFlags:
         int, Parameter(group=_LOAD, help="synthetic load: number of shared prefixes; each prompt begins with one")
     ] = 0
     prefix_len: Annotated[int, Parameter(group=_LOAD, help="synthetic load: tokens of each shared prefix")] = 0
+    adapters: Annotated[
+        int, Parameter(group=_LOAD, help="synthetic load: number of LoRA adapters; each request has one")
+    ] = 0
 
     def loads(self, max_len: int) -> "list[list[Arrival]]":
         """Each in order of arrival. Raises `ConfigurationError`."""
@@ -57,6 +60,7 @@ class LoadFlags:
         limit = f"must be 1 to {max_len // 2 - 1} with --prefixes, half of --max-model-len, and else 0"
         is_possible = 0 < self.prefix_len < max_len // 2 if self.prefixes else self.prefix_len == 0
         _require(is_possible, "prefix_len", self.prefix_len, limit)
+        _require(self.adapters >= 0, "adapters", self.adapters, "must not be below 0")
         return [self._made_up(rate, max_len) for rate in self.rate]
 
     def _made_up(self, rate: float, max_len: int) -> "list[Arrival]":
@@ -71,6 +75,7 @@ class LoadFlags:
             seed=0,
             num_prefixes=self.prefixes,
             prefix_len=self.prefix_len,
+            num_adapters=self.adapters,
         )
 
 
@@ -85,6 +90,8 @@ class ShapeFlags:
     max_num_batched_tokens: Annotated[int, Parameter(group=_SHAPE, help="tokens of one step")] = 512
     num_blocks: Annotated[int, Parameter(group=_SHAPE, help="blocks of the KV cache, of 16 tokens")] = 4096
     max_model_len: Annotated[int, Parameter(group=_SHAPE, help="longest prompt plus output in tokens")] = 4096
+    max_loras: Annotated[int, Parameter(group=_SHAPE, help="LoRA adapters that are resident at a time")] = 16
+    adapter_load_s: Annotated[float, Parameter(group=_SHAPE, help="seconds that an adapter takes to load")] = 0.1
 
     def cluster(self, num_replicas: int) -> "ClusterShape":
         """A cluster of `num_replicas` such replicas. Raises `ConfigurationError`."""
@@ -93,7 +100,8 @@ class ShapeFlags:
         from holdfast.worker.config import SchedulerConfig
 
         _require(num_replicas >= 1, "replicas", num_replicas, "must be at least 1")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "num_blocks"):
+        _require(0 <= self.adapter_load_s < math.inf, "adapter_load_s", self.adapter_load_s, "must not be below 0")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "num_blocks", "max_loras"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
         _require(self.max_model_len >= 2, "max_model_len", self.max_model_len, "must be at least 2")
         if self.step_model is None:
@@ -107,6 +115,8 @@ class ShapeFlags:
             num_blocks=self.num_blocks,
             block_size=16,
             max_model_len=self.max_model_len,
+            max_loras=self.max_loras,
+            adapter_load_s=self.adapter_load_s,
         )
 
 

@@ -2,6 +2,7 @@
 
 from holdfast.router.dispatch.policy import (
     CLOSED,
+    UNKNOWN_ADAPTER_S,
     UNKNOWN_TOKEN_S,
     HashRing,
     RandomIndex,
@@ -82,6 +83,8 @@ class LoadTable(Loads):
         self._free: list[Slot] = []
         self._typical_token_s = UNKNOWN_TOKEN_S
         """Seconds per token as last measured by any replica."""
+        self.adapter_s = UNKNOWN_ADAPTER_S
+        """Seconds that an adapter took to load, as last measured by any replica."""
 
     def add(self, replica_id: str) -> Slot:
         """A slot for a new replica, which is closed until its load is set."""
@@ -141,6 +144,7 @@ class LoadTable(Loads):
             prefix=prefix if part is None else prefix.among(part.members),
             session_id=session_id,
             open_slots=None if part is None else part.open_slots,
+            adapter_s=self.adapter_s,
         )
 
     def check_integrity(self) -> None:

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Final, NamedTuple
 
 from holdfast.router.config import PolicyName
-from holdfast.router.dispatch.prefix_index import NO_MATCH, PrefixMatch
+from holdfast.router.dispatch.prefix_index import EVERY, NO_MATCH, PrefixMatch
 
 NUM_POINTS: Final = 64
 """Places of each replica on the ring: shares of the circle then differ by about 12 %."""
@@ -63,6 +63,9 @@ CLOSED: Final = math.inf
 UNKNOWN_TOKEN_S: Final = 1e-3
 """While no replica of a model has measured its speed. Only ratios matter."""
 
+UNKNOWN_ADAPTER_S: Final = 0.1
+"""Seconds that an adapter takes to load, while no replica of a model has measured it."""
+
 _NUM_TRIES: Final = 8
 
 Slot = int
@@ -99,6 +102,8 @@ class RoutingSnapshot(NamedTuple):
     session_id: str = ""
     open_slots: Sequence[Slot] | None = None
     """Slots that are not closed, in no order, where they are known."""
+    adapter_s: float = UNKNOWN_ADAPTER_S
+    """Seconds that a replica takes to load an adapter, as last measured."""
 
     def is_open(self, slot: Slot) -> bool:
         return self.scores[slot] != CLOSED
@@ -152,13 +157,26 @@ class RoutingSnapshot(NamedTuple):
         return one if two is None or scores[one] <= scores[two] else two
 
     def seconds(self, slot: Slot) -> float:
-        """Estimated seconds until a replica has computed the prompt: its queued work, and the tokens that are not
-        cached.
+        """Estimated seconds until a replica has computed the prompt: its queued work, the tokens that are not cached,
+        and the load of the request's adapter where it is not resident.
 
         A running sequence counts as `TOKENS_PER_SEQUENCE`: it shares every step with the prompt.
         """
         num_new = self.num_prompt_tokens - self.prefix.num_cached(slot)
-        return (self.scores[slot] * TOKENS_PER_SEQUENCE + num_new) * self.token_s_of(slot)
+        load_s = 0.0 if self.has_adapter(slot) else self.adapter_s
+        return (self.scores[slot] * TOKENS_PER_SEQUENCE + num_new) * self.token_s_of(slot) + load_s
+
+    def copy_s(self, slot: Slot, num_tokens: int) -> float:
+        """Cost in seconds of another copy of a prefix of `num_tokens`, and of the request's adapter if there is one, in
+        this replica: an adapter takes the place of another, which will be loaded again.
+        """
+        num_copied = max(0, num_tokens - self.prefix.num_cached(slot))
+        load_s = self.adapter_s if self.prefix.residents and not self.has_adapter(slot) else 0.0
+        return min(COPY_COST * num_copied, MAX_COPY_TOKENS) * self.token_s_of(slot) + load_s
+
+    def has_adapter(self, slot: Slot) -> bool:
+        """Whether the request's adapter is resident there, or it has none."""
+        return bool(self.prefix.residents >> slot & 1)
 
     def token_s_of(self, slot: Slot) -> float:
         """Seconds a prompt token. A replica without measurements counts as average."""
@@ -242,23 +260,36 @@ def session_affinity(snapshot: RoutingSnapshot) -> Slot:
 
 
 def prefix_aware(snapshot: RoutingSnapshot) -> Slot:
-    """A replica with the longest cached prefix, unless another would have the prompt computed sooner.
+    """A replica with the longest cached prefix, or one with the request's adapter, unless another would have the prompt
+    computed sooner.
 
     Estimated seconds are compared, from measured speeds: of the less loaded of two holders, and of the better of two
     random replicas plus the cost of one more copy. So a hot prefix gets a copy more where its holders are loaded, and
-    no holder more than its share.
+    no holder more than its share. An adapter likewise.
     """
     one, two = snapshot.draw_two()
     one_s, two_s = snapshot.seconds(one), snapshot.seconds(two)
     other, other_s = (two, two_s) if two_s < one_s else (one, one_s)
-    for num_tokens, mask in snapshot.prefix.holders:
+    num_tokens, holders = _holders(snapshot)
+    if not holders:
+        return other
+    holder_s, holder = min((snapshot.seconds(slot), slot) for slot in holders)
+    return holder if holder_s <= other_s + snapshot.copy_s(other, num_tokens) else other
+
+
+def _holders(snapshot: RoutingSnapshot) -> tuple[int, list[Slot]]:
+    """The longest prefix that an open replica has, in tokens; one of its holders, and a replica with the adapter."""
+    found: list[Slot] = []
+    num_tokens, prefix = 0, snapshot.prefix
+    for num_cached, mask in prefix.holders:
         holder = snapshot.draw_of(mask)
         if holder is not None:
-            num_copied = num_tokens - snapshot.prefix.num_cached(other)
-            if num_copied > 0:
-                other_s += min(COPY_COST * num_copied, MAX_COPY_TOKENS) * snapshot.token_s_of(other)
-            return holder if snapshot.seconds(holder) <= other_s else other
-    return other
+            num_tokens = num_cached
+            found.append(holder)
+            break
+    if prefix.residents != EVERY and (resident := snapshot.draw_of(prefix.residents)) is not None:
+        found.append(resident)
+    return num_tokens, found
 
 
 POLICIES: Final[Mapping[PolicyName, Policy]] = {

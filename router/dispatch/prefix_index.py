@@ -1,5 +1,6 @@
-"""Prefix index: the block hashes in each replica's prefix cache, for prefix-aware routing. An index may lag or, by a
-hash collision, be wrong: then a request goes to a replica with less of its prefix, and its output is the same.
+"""Prefix index: the block hashes in each replica's prefix cache, and its resident adapters, for prefix-aware routing.
+An index may lag or, by a hash collision, be wrong: then a request goes to a replica with less of its prefix, and its
+output is the same.
 """
 
 from collections import Counter
@@ -8,7 +9,7 @@ from copy import copy
 from itertools import takewhile, tee
 from typing import Final, NamedTuple
 
-from holdfast.worker.block_hash import root_hash, short_hashes, short_snapshot
+from holdfast.worker.block_hash import root_hash, short_adapter, short_hashes, short_snapshot
 from holdfast.worker.request import EngineRequest
 
 
@@ -32,6 +33,11 @@ class PromptPrefix:
     def num_prompt_tokens(self) -> int:
         return len(self._request.prompt_token_ids)
 
+    @property
+    def adapter_digest(self) -> str:
+        """Empty without an adapter."""
+        return self._request.adapter_digest
+
     def blocks(self, block_size: int) -> Iterator[int]:
         """The short hashes of the full blocks that a replica could take from its cache, in order: the prompt's last
         token is computed in any case.
@@ -46,12 +52,20 @@ class PromptPrefix:
         return copy(hashes)
 
 
+EVERY: Final = -1
+"""All slots, as an integer's bits."""
+
+
 class PrefixMatch(NamedTuple):
-    """Cached part of one prompt in each replica."""
+    """Cached part of one prompt in each replica, and where its adapter is."""
 
     holders: tuple[tuple[int, int], ...] = ()
     """Numbers of leading tokens, the largest first, each with the replicas that have this many: slots, as an integer's
     bits. A replica with more of the prompt is among those with fewer too.
+    """
+    residents: int = EVERY
+    """The replicas in which the request's adapter is resident or being loaded: slots, as an integer's bits. Every one,
+    if the request has none.
     """
 
     def num_cached(self, slot: int) -> int:
@@ -63,7 +77,8 @@ class PrefixMatch(NamedTuple):
 
     def among(self, slots: int) -> "PrefixMatch":
         """The same of these replicas alone: slots, as an integer's bits."""
-        return PrefixMatch(tuple([(count, mask & slots) for count, mask in self.holders if mask & slots]))
+        holders = tuple([(count, mask & slots) for count, mask in self.holders if mask & slots])
+        return PrefixMatch(holders, self.residents if self.residents == EVERY else self.residents & slots)
 
 
 NO_MATCH: Final = PrefixMatch()
@@ -87,14 +102,16 @@ class PrefixHolders:
         """Replicas by their blocks: those of a model may differ in them, and then share no hash."""
 
     def match(self, prefix: PromptPrefix) -> PrefixMatch:
-        """Looks up a prompt's blocks one by one, up to the first that no replica has."""
+        """Looks up a prompt's adapter, and its blocks one by one, up to the first that no replica has."""
+        digest = prefix.adapter_digest
         if not self._masks:
-            return NO_MATCH
+            return PrefixMatch(residents=0) if digest else NO_MATCH
+        residents = self._masks.get(short_adapter(digest), 0) if digest else EVERY
         runs: list[tuple[int, int]] = []
         for kind in self._num_by_kind:
             find = self._snapshots if kind.has_states else self._runs
             runs += find(prefix, kind.block_size)
-        return PrefixMatch(tuple(sorted(runs, reverse=True))) if runs else NO_MATCH
+        return PrefixMatch(tuple(sorted(runs, reverse=True)), residents) if runs or digest else NO_MATCH
 
     def _runs(self, prefix: PromptPrefix, block_size: int) -> list[tuple[int, int]]:
         """Most tokens that all of each set of holders have."""
@@ -163,8 +180,9 @@ class PrefixHolders:
 
 
 class PrefixIndex:
-    """The hashes of the blocks that one replica has cached, kept in its model's `PrefixHolders` as well; and of its
-    snapshots, if the model keeps states: then a request begins with the last snapshot on its path.
+    """The hashes of the blocks that one replica has cached, and of its resident adapters, kept in its model's
+    `PrefixHolders` as well; and of its snapshots, if the model keeps states: then a request begins with the last
+    snapshot on its path.
     """
 
     __slots__ = ("_bit", "_holders", "_kind", "blocks")

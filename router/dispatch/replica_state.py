@@ -178,6 +178,8 @@ class ReplicaState:
             self.stats = update.stats
             if update.stats.prefill_tokens_per_s > 0:
                 self._table.set_speed(self.slot, update.stats.prefill_tokens_per_s)
+            if update.stats.adapter_load_s > 0:
+                self._table.adapter_s = update.stats.adapter_load_s
 
     def takes_more(self, *, is_trial: bool = False) -> bool:
         """Whether it may get a new attempt: a request sent now would find fewer than the configured number ahead of it,

@@ -193,6 +193,8 @@ REPLICA_METRICS: Final = (
     ),
     Metric("holdfast_replica_snapshot_hits_total", C, _REPLICA, "Requests that began from a snapshot of a state"),
     Metric("holdfast_replica_snapshot_evictions_total", C, _REPLICA, "Snapshots whose slots were reused"),
+    Metric("holdfast_replica_resident_adapters", G, _REPLICA, "LoRA adapters that are resident"),
+    Metric("holdfast_replica_adapter_loads_total", C, _REPLICA, "LoRA adapters that were read and made resident"),
     Metric("holdfast_replica_disk_blocks", G, _REPLICA, "Blocks and snapshots on the disk that the replica can load"),
     Metric("holdfast_replica_disk_bytes", G, _REPLICA, "Size of the block store on the disk of the replica's host"),
     Metric("holdfast_replica_disk_backlog_bytes", G, _REPLICA, "Bytes of blocks that are not yet written to the disk"),

@@ -111,6 +111,9 @@ TRANSFERS: Final = {
 }
 """The same of a replica that takes blocks from others, or sends them."""
 
+ADAPTERS: Final = {"num_resident_adapters": "resident_adapters", "num_adapter_loads": "adapter_loads_total"}
+"""The same of a replica that has loaded adapters."""
+
 DISK: Final = {
     "num_disk_blocks": "disk_blocks",
     "disk_bytes": "disk_bytes",
@@ -146,7 +149,8 @@ def replica_samples(model: str, replica: str, load: EngineLoad, stats: EngineSta
         slots = {"used": stats.num_used_slots, "snapshot": stats.num_cached_slots, "empty": num_empty}
         for state, count in slots.items():
             yield Sample(f"{prefix}state_slots", (*labels, state), count)
-    kinds = (stats.disk_bytes, DISK), (stats.received_bytes or stats.sent_bytes, TRANSFERS)
+    transfers = stats.received_bytes or stats.sent_bytes, TRANSFERS
+    kinds = (stats.disk_bytes, DISK), transfers, (stats.num_adapter_loads, ADAPTERS)
     for field, name in (item for is_shown, fields in kinds if is_shown for item in fields.items()):
         yield Sample(f"{prefix}{name}", labels, getattr(stats, field))
     for field, name in COUNTS.items():

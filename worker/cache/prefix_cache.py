@@ -3,10 +3,10 @@
 `CacheFeed` keeps the changes for one listener.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.worker.block_hash import next_hash, root_hash, short_hash, short_snapshot
+from holdfast.worker.block_hash import next_hash, root_hash, short_adapter, short_hash, short_snapshot
 from holdfast.worker.step_update import CacheChanges
 
 
@@ -155,12 +155,15 @@ class CacheFeed:
     of blocks that were stored or evicted since the last `take`.
     """
 
-    def __init__(self, block_hashes: Iterable[bytes], snapshot_hashes: Iterable[bytes] = ()) -> None:
+    def __init__(
+        self, block_hashes: Iterable[bytes], snapshot_hashes: Iterable[bytes] = (), adapters: Iterable[str] = ()
+    ) -> None:
         """`block_hashes` are those of all blocks in the cache now; `snapshot_hashes` those of blocks with a snapshot
-        behind them, of a model that keeps states.
+        behind them, of a model that keeps states; `adapters` the digests of resident adapters.
         """
         self._is_stored = dict.fromkeys(map(short_hash, block_hashes), True)
         self._is_stored |= {short_snapshot(short_hash(one)): True for one in snapshot_hashes}
+        self._is_stored |= {short_adapter(digest): True for digest in adapters}
 
     def note(self, events: Iterable[CacheEvent], snapshots: Iterable[CacheEvent] = ()) -> None:
         """Take in the events since the last call, in order, and those of snapshots."""
@@ -168,6 +171,10 @@ class CacheFeed:
             self._is_stored[short_hash(event.block_hash)] = isinstance(event, BlockStored)
         for event in snapshots:
             self._is_stored[short_snapshot(short_hash(event.block_hash))] = isinstance(event, BlockStored)
+
+    def note_adapters(self, is_resident: Mapping[str, bool]) -> None:
+        """Take in which adapters have become resident since the last call, and which no longer are, by digest."""
+        self._is_stored |= {short_adapter(digest): is_there for digest, is_there in is_resident.items()}
 
     @property
     def has_news(self) -> bool:

@@ -220,7 +220,7 @@ class Engine:
             return lambda: self._inbox.put_unless_closed(lambda: self._take_adapter(ticket))
 
         slots, in_use = self._core.scheduler.adapter_slots, self._core.adapters_in_use
-        self._core.serve_adapters(AdapterDesk(num_slots, slots, in_use, orders.fetch, orders.take, later))
+        self._core.serve_adapters(AdapterDesk(num_slots, slots, in_use, orders.fetch, orders.take, later, self._clock))
 
     def _take_adapter(self, ticket: int) -> None:
         self._land()

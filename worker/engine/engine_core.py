@@ -106,7 +106,8 @@ class EngineCore:
             blocks, states = allocator.prefix_cache.block_hashes, () if slots is None else slots.snapshot_hashes
             if self.tier is not None and self.tier.has_store:
                 blocks, states = (*blocks, *self.tier.block_hashes), (*states, *self.tier.snapshot_hashes)
-            output_queue.cache = self._feeds[listener] = CacheFeed(blocks, states)
+            adapters = () if self.adapters is None else self.adapters.digests
+            output_queue.cache = self._feeds[listener] = CacheFeed(blocks, states, adapters)
 
     # --- requests ---
 
@@ -153,6 +154,7 @@ class EngineCore:
         """Ends the load of an adapter, between two steps: requests that waited for it continue, or are refused."""
         assert self.adapters is not None
         ready, failure = self.adapters.loaded(ticket)
+        self._counts.num_adapter_loads, self._counts.adapter_load_s = self.adapters.num_loaded, self.adapters.load_s
         for attempt, one in ready:
             if failure is None:
                 self.submit(one.request, one.listener, one.arrived_s, attempt)
@@ -381,8 +383,10 @@ class EngineCore:
         if self.tier is not None and self.tier.has_store:
             self.tier.note(events, states)
             events, states = self.tier.seen(events, states)
+        adapters = {} if self.adapters is None else self.adapters.take_changes()
         for feed in self._feeds.values():
             feed.note(events, states)
+            feed.note_adapters(adapters)
 
 
 def _too_late() -> DeadlineExceededError:

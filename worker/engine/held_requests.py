@@ -91,19 +91,36 @@ class AdapterDesk:
         fetch: Callable[[int, Adapter, Callable[[], None]], None],
         take: Callable[[int, int], Exception | None],
         later: Callable[[int], Callable[[], None]],
+        clock: Callable[[], float],
     ) -> None:
         """`slots`: the scheduler's, of resident adapters by digest, in the order of last use. `in_use`: digests of open
         requests. `later(ticket)` returns the callback for the end of a load: it runs `loaded` on the engine's thread.
+        `clock`: in seconds.
         """
         self._free = list(range(num_slots, 0, -1))
         self._slots = slots
         self._in_use = in_use
         self._fetch, self._take, self._later = fetch, take, later
+        self._clock = clock
         self._loading: dict[int, Adapter] = {}
+        self._began_s: dict[int, float] = {}
         self._num_loads = 0
+        self.num_loaded, self.load_s = 0, 0.0
+        """Adapters that were made resident, and the seconds that the last one took to load."""
+        self._changes: dict[str, bool] = {}  # whether an adapter is resident or loading, where that has changed
         self.waiting: dict[Hashable, HeldRequest] = {}
         """Requests by attempt, in order of arrival."""
         self._full: dict[str, Adapter] = {}  # to be loaded once there is a slot
+
+    @property
+    def digests(self) -> list[str]:
+        """Digests of the adapters that are resident or being loaded."""
+        return [*self._slots, *(adapter.digest for adapter in self._loading.values())]
+
+    def take_changes(self) -> dict[str, bool]:
+        """By digest, whether an adapter is among `digests`, where that has changed since the last call."""
+        changes, self._changes = self._changes, {}
+        return changes
 
     def is_ready(self, adapter: Adapter) -> bool:
         """Whether it is resident. That counts as a use."""
@@ -131,6 +148,8 @@ class AdapterDesk:
                 del self._full[digest]
                 self._num_loads += 1
                 self._loading[self._num_loads] = adapter
+                self._began_s[self._num_loads] = self._clock()
+                self._changes[digest] = True
                 self._fetch(self._num_loads, adapter, self._later(self._num_loads))
 
     @property
@@ -142,13 +161,15 @@ class AdapterDesk:
         """Takes a loaded adapter over, between two steps. Returns the requests that waited for it, and the error if it
         cannot be used.
         """
-        adapter = self._loading.pop(ticket)
+        adapter, began_s = self._loading.pop(ticket), self._began_s.pop(ticket)
         slot = self._free.pop()
         failure = self._take(ticket, slot)
         if failure is None:
             self._slots[adapter.digest] = slot
+            self.num_loaded, self.load_s = self.num_loaded + 1, self._clock() - began_s
         else:
             self._free.append(slot)
+            self._changes[adapter.digest] = False
         ready = [(key, one) for key, one in self.waiting.items() if one.request.adapter_digest == adapter.digest]
         for attempt, _ in ready:
             del self.waiting[attempt]
@@ -163,6 +184,7 @@ class AdapterDesk:
         if unused is None:
             return False
         self._free.append(self._slots.pop(unused))
+        self._changes[unused] = False
         return True
 
 

@@ -307,6 +307,7 @@ class Scheduler:
             num_total_blocks=load.num_total_blocks,
             num_wasted_slots=self._queues.num_wasted_slots(),
             num_evictions=self.prefix_cache.num_evictions,
+            num_resident_adapters=len(self.adapter_slots),
             **of_slots,  # type: ignore[arg-type]
         )
 

@@ -19,8 +19,10 @@ from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.oracle.pseudo_model import PoisonedError
 from holdfast.router.events import SendAbort, SendAhead, SendSubmit, SendTakePins
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine_core import EngineCore
+from holdfast.worker.engine.held_requests import AdapterDesk
 from holdfast.worker.engine.tier_mover import TierShape
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.model_info import ReplicaFacts
@@ -91,6 +93,8 @@ class SimulatedReplica(Process):
         self._owners = Owners(self.release, self.core.scheduler, shape.block_size)
         if self.disk is not None or self.transfers is not None:
             self._put_below()
+        if shape.max_loras:
+            self._serve_adapters()
         self._in_flight: list[tuple[StepPlan, float]] = []  # plans and the times they take, the oldest first
         self._landed: tuple[StepPlan | None, StepResult | None] = (None, None)
 
@@ -122,6 +126,20 @@ class SimulatedReplica(Process):
             tier.learn(disk.names(kind), ())
         if self.transfers is not None:
             self.transfers.register(self.site, self._mover)
+
+    def _serve_adapters(self) -> None:
+        """Adapters load in a fixed time; as `Engine.serve_adapters`."""
+        shape, core = self.shape, self.core
+
+        def fetch(ticket: int, adapter: Adapter, then: Callable[[], None]) -> None:
+            self.after(shape.adapter_load_s, then)
+
+        def later(ticket: int) -> Callable[[], None]:
+            return lambda: self._post(partial(core.adapter_loaded, ticket))
+
+        slots, in_use = core.scheduler.adapter_slots, core.adapters_in_use
+        take = lambda ticket, slot: None  # noqa: E731
+        core.serve_adapters(AdapterDesk(shape.max_loras, slots, in_use, fetch, take, later, lambda: self.clock))
 
     def cost_s(self, message: Any) -> float:
         return self.costs.at_replica(message)

@@ -119,6 +119,10 @@ class ReplicaShape:
     """Tokens guessed ahead for a sequence, at most."""
     make_proposer: Callable[[], Proposer] | None = None
     """Maker of a proposer of drafts; None: there are no drafts."""
+    max_loras: int = 0
+    """Adapters that are resident at a time; 0: none is served."""
+    adapter_load_s: float = 0.0
+    """Seconds that an adapter takes to load, beside the steps."""
 
     def make_scheduler(self) -> Scheduler:
         """The real scheduler of a replica of this shape."""

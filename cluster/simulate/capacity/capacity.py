@@ -17,6 +17,7 @@ from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.config import LimitsConfig, PolicyName, RouterConfig
 from holdfast.router.generation import OutputDelta
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
@@ -46,6 +47,9 @@ class ClusterShape:
     """Bytes of a token's keys and values; 0: replicas send each other no blocks."""
     bytes_per_s: float = 1.25e9
     """Speed of a transfer between two replicas."""
+    max_loras: int = 0
+    """Adapters that are resident in a replica at a time; 0: it serves none."""
+    adapter_load_s: float = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,8 @@ class CapacityResult:
     """Seconds that each replica spent in steps."""
     prefix_hit_rate: float
     """Share of the prompts' tokens that replicas had cached."""
+    num_adapter_loads: int = 0
+    """Adapters that replicas have loaded."""
 
     @property
     def imbalance(self) -> float:
@@ -147,6 +153,7 @@ class MeteredClient:
             request_id=str(self._number),
             prompt_token_ids=self._arrival.prompt_token_ids(self._number),
             sampling_params=SamplingParams(seed=0, ignore_eos=True, max_tokens=self._arrival.num_output_tokens),
+            adapter=_adapter(self._arrival.adapter),
         )
         path = self._network.path("clients", self._router.site)
         connection = Connection(self._network, path, (self, self._router))
@@ -169,6 +176,10 @@ class MeteredClient:
         num_pauses = self._num_tokens - 1
         tpot_s = (self.last_s - self._first_s) / num_pauses if num_pauses else None
         return Service(ttft_s=self._first_s - self._began_s, tpot_s=tpot_s, pause_s=self._pause_s)
+
+
+def _adapter(number: int | None) -> Adapter | None:
+    return None if number is None else Adapter(f"adapter-{number}", f"{number:064x}", "")
 
 
 def serve(
@@ -211,13 +222,15 @@ def serve(
             num_over = sum(client.is_over for client in clients)
             on_done(num_over)
     on_done(len(clients))
+    stats = [replica.core.scheduler.stats() for replica in replicas]
     return CapacityResult(
         routing=routing,
         rate=_rate(trace),
         services=[client.service() for client in clients],
         duration_s=max(client.last_s for client in clients) - BEGIN_S - trace[0].arrival_s,
         busy_s=[replica.busy_s for replica in replicas],
-        prefix_hit_rate=_hit_rate([replica.core.scheduler.stats() for replica in replicas]),
+        prefix_hit_rate=_hit_rate(stats),
+        num_adapter_loads=sum(each.num_adapter_loads for each in stats),
     )
 
 
@@ -234,6 +247,8 @@ def replica_shape(shape: ClusterShape) -> ReplicaShape:
         step_costs=shape.step_costs,
         make_runner=AnyTokenRunner,
         kv_bytes_per_token=shape.kv_bytes_per_token,
+        max_loras=shape.max_loras,
+        adapter_load_s=shape.adapter_load_s,
     )
 
 

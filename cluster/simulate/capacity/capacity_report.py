@@ -20,7 +20,11 @@ def print_results(console: Console, results: Sequence[CapacityResult], slo_ttft_
     Loads of several rates are compared by their requested rates.
     """
     are_several = len({result.rate for result in results}) > 1
-    last = ("asked/s", "good/s", "served/s") if are_several else ("good/s", "served/s", "max/mean", "cached")
+    last: tuple[str, ...] = (
+        ("asked/s", "good/s", "served/s") if are_several else ("good/s", "served/s", "max/mean", "cached")
+    )
+    if any(result.num_adapter_loads for result in results):
+        last = (*(name for name in last if name != "max/mean"), "loads")
     table = Table(box=None, pad_edge=False)
     for name in ("routing", "TTFT ms", "TPOT ms"):
         table.add_column(name, no_wrap=True)
@@ -34,10 +38,12 @@ def print_results(console: Console, results: Sequence[CapacityResult], slo_ttft_
             "served/s": f"{len(ttft) / result.duration_s:.1f}",
             "max/mean": f"{result.imbalance:.2f}",
             "cached": f"{result.prefix_hit_rate:.0%}",
+            "loads": f"{result.num_adapter_loads}",
         }
         table.add_row(result.routing, _percentiles(ttft), _percentiles(tpot), *(cells[name] for name in last))
     console.print(table)
-    meaning = "" if are_several else "; max/mean: seconds of the replicas in steps"
+    meaning = "; max/mean: seconds of the replicas in steps" if "max/mean" in last else ""
+    meaning += "; loads: adapters that replicas loaded" if "loads" in last else ""
     console.print(f"TTFT, TPOT: median/90th/99th percentile{meaning}")
     console.print(f"good: requests a second with TTFT up to {slo_ttft_s:g} s and TPOT up to {slo_tpot_s:g} s")
 

@@ -102,6 +102,25 @@ def test_prompts_that_begin_alike_are_sent_to_where_their_prefix_is():
     assert sum(by_prefix.busy_s) < sum(by_load.busy_s)
 
 
+@pytest.mark.slow
+def test_requests_go_to_where_their_adapter_is_resident():
+    trace = made_up_trace(
+        rate=60, num_requests=240, mean_prompt=64, mean_output=8, max_len=512, seed=1, num_adapters=24
+    )
+    shape = replace(cluster(4), max_loras=8, adapter_load_s=0.1)
+    aware, blind = (serve(trace, shape, routing) for routing in ("prefix_aware", "power_of_two"))
+    assert all(service.ttft_s is not None for result in (aware, blind) for service in result.services)
+    assert aware.num_adapter_loads < 48
+    assert blind.num_adapter_loads > 96
+
+
+def test_an_adapter_is_loaded_once_and_the_others_find_it():
+    arrivals = [replace(one, adapter=0) for one in load(*[(float(number), 8, 2) for number in range(6)])]
+    result = serve(arrivals, replace(cluster(3), max_loras=1, adapter_load_s=0.3), "prefix_aware")
+    assert result.num_adapter_loads == 1
+    assert [round(service.ttft_s, 1) for service in result.services] == [0.3, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
 def test_prompts_without_a_prefix_have_nothing_in_common():
     result = serve(load((0.0, 100, 4), (0.5, 100, 4), (1.0, 100, 4)), cluster(1), "prefix_aware")
     assert result.prefix_hit_rate == 0

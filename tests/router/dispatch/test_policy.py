@@ -204,6 +204,30 @@ def test_the_less_loaded_holder_and_the_next_shorter_prefix_where_all_holders_of
     assert prefix_aware(snapshot(CLOSED, CLOSED, 4, 4, prefix=prefix, num_prompt_tokens=641)) == 2
 
 
+def test_a_resident_adapter_wins_up_to_a_lead_of_its_load_and_a_copy():
+    prefix = PrefixMatch(residents=0b01)
+    bound = 1 + 2 * 0.3 / (TOKENS_PER_SEQUENCE * 1e-3)
+    for score, chosen in ((bound - 0.01, 0), (bound + 0.01, 1)):
+        one = snapshot(
+            score, 1, prefix=prefix, num_prompt_tokens=10, adapter_s=0.3, typical_token_s=1e-3, draws=[0] * 9
+        )
+        assert prefix_aware(one) == chosen
+
+
+def test_of_a_prefix_and_an_adapter_in_two_replicas_the_one_that_saves_more():
+    for num_cached, chosen in ((400, 2), (200, 1)):
+        prefix = PrefixMatch(((num_cached, 0b100),), residents=0b010)
+        one = snapshot(
+            0, 0, 0, prefix=prefix, num_prompt_tokens=500, adapter_s=0.3, typical_token_s=1e-3, draws=[0] * 9
+        )
+        assert prefix_aware(one) == chosen, f"{num_cached} tokens of 1 ms against a load of 300 ms"
+
+
+def test_an_adapter_that_is_nowhere_changes_nothing():
+    for scores, chosen in (((2, 1), 1), ((1, 2), 0)):
+        assert prefix_aware(snapshot(*scores, prefix=PrefixMatch(residents=0), draws=[0, 0])) == chosen
+
+
 @pytest.mark.parametrize("token_s", [[1e-4, None], [None, 1e-4], [None, None], [1e-4, 1e-4]])
 def test_a_replica_without_a_measured_speed_is_taken_to_be_as_fast_as_the_others(token_s):
     for scores, chosen in (((2, 1), 1), ((1, 2), 0)):

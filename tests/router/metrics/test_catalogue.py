@@ -88,7 +88,9 @@ def test_nearly_every_figure_of_ours_is_drawn_or_alerted_by():
     assert unseen == {
         "holdfast_build_info",
         "holdfast_requests_queued",
+        "holdfast_replica_adapter_loads_total",
         "holdfast_replica_computed_tokens_total",
+        "holdfast_replica_resident_adapters",
         "holdfast_replica_disk_backlog_bytes",
         "holdfast_replica_disk_blocks",
         "holdfast_replica_disk_bytes",

@@ -1,6 +1,6 @@
 """Output queue: the changes of the prefix cache that a listener has not been sent are merged, complete, in pieces."""
 
-from holdfast.worker.block_hash import short_hash
+from holdfast.worker.block_hash import short_adapter, short_hash
 from holdfast.worker.cache.prefix_cache import BlockEvicted, BlockStored, CacheFeed
 from holdfast.worker.step_update import CacheChanges
 
@@ -34,6 +34,13 @@ def test_the_latest_word_on_a_block_counts():
     changes = feed.take()
     assert set(changes.stored) == {1}
     assert set(changes.evicted) == {2, 3}
+
+
+def test_adapters_are_among_the_changes():
+    feed = CacheFeed([block(1)], adapters=["a", "b"])
+    assert feed.take() == CacheChanges(stored=[1, short_adapter("a"), short_adapter("b")], evicted=[])
+    feed.note_adapters({"a": False, "c": True})
+    assert feed.take() == CacheChanges(stored=[short_adapter("c")], evicted=[short_adapter("a")])
 
 
 def test_pieces_hold_everything_once_and_none_is_too_large():

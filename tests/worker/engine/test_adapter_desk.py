@@ -1,0 +1,112 @@
+"""Adapters of an engine's core, with loads that tests end by hand: who is told that one is resident, and when."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from holdfast.worker.adapter import Adapter
+from holdfast.worker.block_hash import short_adapter
+from holdfast.worker.engine.engine_core import EngineCore
+from holdfast.worker.engine.held_requests import AdapterDesk
+from holdfast.worker.errors import ConfigurationError, InvalidRequestError
+from holdfast.worker.step_update import CacheChanges
+from tests.worker.schedulers import make_request, make_result, make_scheduler
+
+NUM_SLOTS = 2
+
+
+class Listener:
+    """A follower of the cache."""
+
+
+class Bench:
+    """A core that serves adapters, and the loads that it has ordered."""
+
+    def __init__(self) -> None:
+        self.core, self.listener, self.now = EngineCore(make_scheduler()), Listener(), 0.0
+        self.loads: dict[str, int] = {}
+        self.failure: Exception | None = None
+        slots, in_use = self.core.scheduler.adapter_slots, self.core.adapters_in_use
+        desk = AdapterDesk(NUM_SLOTS, slots, in_use, self._fetch, self._take, self._later, lambda: self.now)
+        self.core.serve_adapters(desk)
+        self.core.attach(self.listener)
+        self.core.follow_cache(self.listener)
+        self.told()
+
+    def _fetch(self, ticket: int, adapter: Adapter, then: Callable[[], None]) -> None:
+        self.loads[adapter.name] = ticket
+
+    def _take(self, ticket: int, slot: int) -> Exception | None:
+        return self.failure
+
+    def _later(self, ticket: int) -> Callable[[], None]:
+        return lambda: None
+
+    def ask(self, name: str) -> None:
+        request = replace(make_request(f"for {name}", max_tokens=1), adapter=Adapter(name, name, "folder"))
+        self.core.submit(request, self.listener, self.now)
+
+    def loaded(self, name: str) -> None:
+        self.core.adapter_loaded(self.loads.pop(name))
+
+    def run(self) -> None:
+        while (plan := self.core.scheduler.plan(self.now)) is not None:
+            self.core.commit(plan, make_result(plan), 0.1)
+
+    def told(self) -> CacheChanges:
+        """Changes of adapters that the listener is told now."""
+        changes = [update.cache for _, update in self.core.take_updates()]
+        known = {short_adapter(name) for name in "abc"}
+        stored = [one for each in changes for one in each.stored if one in known]
+        return CacheChanges(stored=stored, evicted=[one for each in changes for one in each.evicted if one in known])
+
+
+@pytest.fixture
+def bench():
+    return Bench()
+
+
+def stored(*names: str) -> CacheChanges:
+    return CacheChanges(stored=[short_adapter(name) for name in names], evicted=[])
+
+
+def test_an_adapter_is_told_when_its_load_begins_and_when_another_takes_its_slot(bench):
+    bench.ask("a")
+    assert bench.told() == stored("a")
+    bench.loaded("a")
+    bench.ask("b")
+    assert bench.told() == stored("b")
+    bench.loaded("b")
+    bench.run()
+    bench.ask("c")
+    assert bench.told() == CacheChanges(stored=[short_adapter("c")], evicted=[short_adapter("a")])
+
+
+def test_one_that_cannot_be_loaded_is_taken_back(bench):
+    bench.ask("a")
+    assert bench.told() == stored("a")
+    bench.failure = ConfigurationError("it is broken")
+    bench.loaded("a")
+    updates = dict(bench.core.take_updates())
+    assert updates[bench.listener].cache.evicted == [short_adapter("a")]
+    assert isinstance(updates[bench.listener].rejections[0].error, InvalidRequestError)
+    assert bench.core.scheduler.stats().num_resident_adapters == bench.core.scheduler.stats().num_adapter_loads == 0
+
+
+def test_a_late_follower_is_told_all_of_them(bench):
+    bench.ask("a")
+    bench.loaded("a")
+    bench.ask("b")
+    other = Listener()
+    bench.core.attach(other)
+    bench.core.follow_cache(other)
+    assert set(dict(bench.core.take_updates())[other].cache.stored) >= {short_adapter("a"), short_adapter("b")}
+
+
+def test_loads_are_counted_and_timed(bench):
+    bench.ask("a")
+    bench.now = 0.25
+    bench.loaded("a")
+    stats = bench.core.scheduler.stats()
+    assert (stats.num_adapter_loads, stats.num_resident_adapters, stats.adapter_load_s) == (1, 1, 0.25)
