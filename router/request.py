@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -109,6 +109,9 @@ def naming(namer: Namer) -> Iterator[None]:
         names = namer()
         raise names.error(error) from None  # a variable for it would be a cycle, which holds the whole body
 
+
+MAX_INPUTS: Final = 2048
+"""Texts of one pooling request, as OpenAI has it."""
 
 EMPTY_PROMPT: Final = "the prompt must not be empty"
 
@@ -250,6 +253,12 @@ def check_text(text: str, limits: LimitsConfig, field: str = "text") -> None:
     if num_bytes > limits.max_prompt_bytes:
         limit = f"must be at most {limits.max_prompt_bytes} bytes (limits.max_prompt_bytes), not {num_bytes}"
         raise InvalidRequestError(field, f"{num_bytes} bytes", limit)
+
+
+def check_inputs(field: str, inputs: Sequence[object]) -> None:
+    """Raises `InvalidRequestError` for no text of a pooling request, or more than it may have."""
+    if not 0 < len(inputs) <= MAX_INPUTS:
+        raise InvalidRequestError(field, len(inputs), f"must have 1 to {MAX_INPUTS} elements")
 
 
 def check_request_id(request_id: str, limits: LimitsConfig) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import grpc
 
 from holdfast.cluster.bench.sender import Ask, OnPiece, Reply, SendFailed
-from holdfast.cluster.client.async_client import submission
+from holdfast.cluster.client.submissions import submission
 from holdfast.cluster.client.transport import CHANNEL_OPTIONS, CallFailed, GrpcTransport
 from holdfast.foreign import grpc_service_pb2 as oip
 from holdfast.foreign import grpc_service_pb2_grpc

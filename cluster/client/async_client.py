@@ -2,36 +2,40 @@
 
 import asyncio
 import random
-import time
-import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Protocol, Unpack
+from functools import partial
+from typing import Any, Protocol, TypeAlias, Unpack
 
 import grpc
 
-from holdfast.cluster.call_options import CallOptions, ServiceOptions, check_timeout
+from holdfast.cluster.call_options import CallOptions, ServiceOptions
 from holdfast.cluster.client.resumable_call import ResumableCall
 from holdfast.cluster.client.retry_policy import RECONNECT_S, RetryPolicy, is_worth_another_try
+from holdfast.cluster.client.submissions import bare_submission, submission
 from holdfast.cluster.client.transport import CallFailed, GrpcTransport, Transport
-from holdfast.router.chat import Chat, Message
+from holdfast.router.chat import Message
 from holdfast.router.generation import Generation, OutputDelta
 from holdfast.router.request import GenerationRequest
 from holdfast.router.resume import ResumeRecord, SequenceDelta
+from holdfast.router.wire.pooling_codec import PooledOutputs, pool_message, pooled_outputs, score_message
 from holdfast.router.wire.request_codec import generation_request_message
 from holdfast.router.wire.response_codec import generation, output_delta
 from holdfast.router.wire.statuses import error_of
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import (
     InternalError,
-    InvalidRequestError,
     OnTrialError,
     RequestAbortedError,
     VersionGoneError,
 )
+from holdfast.worker.pooling import PoolingParams
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.wire.tls import Tls
+
+MessageOf: TypeAlias = Callable[[GenerationRequest], Any]
+"""Makes the message of a submission."""
 
 
 class Clock(Protocol):
@@ -153,13 +157,43 @@ class AsyncClient:
         If a router is lost, the request is sent to another one, which gives the same answer.
         """
         request = submission(prompt, params, messages, model=model, request_id=request_id, **options)
-        call = self._resumable_call(request.timeout_s)
-        while True:
-            at = self._at
-            try:
-                return generation(await _only(self._call("Generate", request, call)))
-            except CallFailed as failure:
-                await self._pause(at, failure, call.retry_policy, is_whole=True)
+        return generation(await self._whole("Generate", request, generation_request_message))
+
+    async def pool(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: PoolingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        truncate_prompt_tokens: int | None = None,
+        **options: Unpack[ServiceOptions],
+    ) -> PooledOutputs:
+        """A vector, or scores by label, of each of 1 to 2,048 prompts, by a pooled model.
+
+        `truncate_prompt_tokens` keeps the last tokens of longer prompts, with -1 up to the model's maximum length. If a
+        replica or a router is lost, another one computes the same result. Raises as `stream` does.
+        """
+        request = bare_submission(params, truncate_prompt_tokens, model, request_id, options)
+        return pooled_outputs(await self._whole("Pool", request, partial(pool_message, prompts)))
+
+    async def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str = "",
+        model: str = "",
+        request_id: str = "",
+        truncate_prompt_tokens: int | None = None,
+        **options: Unpack[ServiceOptions],
+    ) -> list[float]:
+        """A score for each document with its query, or with the only one. Otherwise as `pool`."""
+        request = bare_submission(None, truncate_prompt_tokens, model, request_id, options)
+        texts = [[one] if isinstance(one, str) else list(one) for one in (queries, documents)]
+        return list(
+            (await self._whole("Score", request, partial(score_message, texts[0], texts[1], instruction))).scores
+        )
 
     async def abort(self, request_id: str) -> bool:
         """Aborts a request of any client; its output so far stays, with finish reason ABORT. The call goes to every
@@ -197,14 +231,30 @@ class AsyncClient:
 
     # --- inside ---
 
-    def _call(self, method: str, request: GenerationRequest, call: ResumableCall) -> AsyncGenerator[Any, None]:
+    async def _whole(self, method: str, request: GenerationRequest, message_of: MessageOf) -> Any:
+        """The answer of a unary method, of whichever router gives it."""
+        call = self._resumable_call(request.timeout_s)
+        while True:
+            at = self._at
+            try:
+                return await _only(self._call(method, request, call, message_of))
+            except CallFailed as failure:
+                await self._pause(at, failure, call.retry_policy, is_whole=True)
+
+    def _call(
+        self,
+        method: str,
+        request: GenerationRequest,
+        call: ResumableCall,
+        message_of: MessageOf = generation_request_message,
+    ) -> AsyncGenerator[Any, None]:
         """The answer of the current router to the next submission. Raises `CallFailed`."""
         now = self._clock.now()
         resume = call.submit(now)
         if call.attempt > 1:
             time_left_s = call.retry_policy.time_left_s(now)
             request = replace(request, attempt=call.attempt, timeout_s=time_left_s, resume=resume)
-        return self._sent(method, generation_request_message(request), call.retry_policy)
+        return self._sent(method, message_of(request), call.retry_policy)
 
     def _sent(self, method: str, message: Any, retry_policy: RetryPolicy) -> AsyncGenerator[Any, None]:
         return self._transport.call(
@@ -262,54 +312,6 @@ class AsyncClient:
             draw=self._draw,
             now=self._clock.now(),
         )
-
-
-def submission(
-    prompt: str | Sequence[int] | None,
-    params: SamplingParams | None,
-    messages: Sequence[Message] | None,
-    *,
-    model: str,
-    request_id: str,
-    **options: Unpack[CallOptions],
-) -> GenerationRequest:
-    """The first submission of a request. The returned request is fixed for every router that continues it: its id, from
-    which an unseeded request draws its seed, and the time that a chat template shows. Raises `InvalidRequestError`.
-    """
-    if (prompt is None) == (messages is None):
-        raise InvalidRequestError("prompt", prompt, "exactly one of prompt and messages must be given")
-    service, of_chat = _parted(options)
-    if messages is None and of_chat:
-        name = next(iter(of_chat))
-        raise InvalidRequestError(name, of_chat[name], "is for messages alone")
-    chat = None
-    if messages is not None:
-        chat = Chat(
-            messages=messages,
-            template_kwargs=of_chat.pop("chat_template_kwargs", {}),
-            template=of_chat.pop("chat_template", ""),
-            now_s=int(time.time()),
-            **of_chat,
-        )
-    request = GenerationRequest(
-        prompt=() if prompt is None else prompt,  # type: ignore[arg-type]  # it becomes a tuple there
-        chat=chat,
-        sampling_params=params or SamplingParams(),
-        model=model,
-        request_id=request_id or uuid.uuid4().hex,
-        attempt=1,
-        **service,
-    )
-    check_timeout(request.timeout_s)
-    return request
-
-
-def _parted(options: CallOptions) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options of the service, and those of a chat that are set."""
-    of_chat = CallOptions.__annotations__.keys() - ServiceOptions.__annotations__.keys()
-    given = {name: value for name, value in options.items() if name not in of_chat or value is not None}
-    service = {name: value for name, value in given.items() if name not in of_chat}
-    return service, {name: value for name, value in given.items() if name in of_chat}
 
 
 def _merged(call: ResumableCall, one: OutputDelta) -> bool:

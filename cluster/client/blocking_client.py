@@ -7,12 +7,14 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar, Unpack
 
-from holdfast.cluster.call_options import CallOptions
+from holdfast.cluster.call_options import CallOptions, ServiceOptions
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.client.retry_policy import RECONNECT_S
 from holdfast.cluster.loop_thread import LoopThread
 from holdfast.router.chat import Message
 from holdfast.router.generation import Generation, OutputDelta
+from holdfast.router.wire.pooling_codec import PooledOutputs
+from holdfast.worker.pooling import PoolingParams
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.wire.tls import Tls
 
@@ -199,6 +201,50 @@ class Client:
             messages=messages,
             model=model,
             request_id=request_id,
+            **options,
+        )
+        return self._thread.run(answer)
+
+    def pool(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: PoolingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        truncate_prompt_tokens: int | None = None,
+        **options: Unpack[ServiceOptions],
+    ) -> PooledOutputs:
+        """A vector, or scores by label, of each prompt, as `AsyncClient.pool`."""
+        answer = self._client.pool(
+            prompts,
+            params,
+            model=model,
+            request_id=request_id,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            **options,
+        )
+        return self._thread.run(answer)
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str = "",
+        model: str = "",
+        request_id: str = "",
+        truncate_prompt_tokens: int | None = None,
+        **options: Unpack[ServiceOptions],
+    ) -> list[float]:
+        """A score for each document, as `AsyncClient.score`."""
+        answer = self._client.score(
+            queries,
+            documents,
+            instruction=instruction,
+            model=model,
+            request_id=request_id,
+            truncate_prompt_tokens=truncate_prompt_tokens,
             **options,
         )
         return self._thread.run(answer)

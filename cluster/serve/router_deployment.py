@@ -21,7 +21,7 @@ from ray import serve
 from ray.exceptions import RayError, RayTaskError
 
 from holdfast.cluster.call_options import CallOptions
-from holdfast.cluster.client.async_client import submission
+from holdfast.cluster.client.submissions import submission
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.cluster_control import ServeControl
 from holdfast.cluster.serve.crash_journal import CrashJournals

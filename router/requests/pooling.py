@@ -51,14 +51,18 @@ class PoolingDesk:
             raise InvalidRequestError("model", status.name, limit)
         return facts
 
-    async def pooled(self, requests: Sequence[GenerationRequest]) -> list[PooledPrompt]:
-        """Results of all requests, in their order. The first that fails ends the others."""
+    async def pooled(
+        self, requests: Sequence[GenerationRequest], time_left_s: float | None = None
+    ) -> list[PooledPrompt]:
+        """Results of all requests, in their order. The first that fails ends the others. `time_left_s`: seconds until
+        the call's own deadline.
+        """
         found: dict[int, PooledPrompt] = {}
         numbered = iter(enumerate(requests))
 
         async def work() -> None:
             for number, request in numbered:
-                async with self._processor.open(request) as answer:
+                async with self._processor.open(request, time_left_s) as answer:
                     (output,) = await answer.outputs()
                     tokens = answer.request.prompt_token_ids
                     found[number] = PooledPrompt(output.pooled, tokens, output.num_cached_tokens, answer.model)
@@ -72,9 +76,12 @@ class PoolingDesk:
             await asyncio.wait(tasks)
         return [found[number] for number in range(len(requests))]
 
-    async def each(self, bare: GenerationRequest, prompts: Sequence[str | tuple[int, ...]]) -> list[PooledPrompt]:
+    async def each(
+        self, bare: GenerationRequest, prompts: Sequence[str | tuple[int, ...]], time_left_s: float | None = None
+    ) -> list[PooledPrompt]:
         """Results of prompts, as parts of one request, which `bare` is without them."""
-        return await self.pooled([replace(bare, prompt=prompt, part=at) for at, prompt in enumerate(prompts)])
+        parts = [replace(bare, prompt=prompt, part=at) for at, prompt in enumerate(prompts)]
+        return await self.pooled(parts, time_left_s)
 
     async def scores(
         self,
@@ -82,6 +89,7 @@ class PoolingDesk:
         queries: Sequence[str],
         documents: Sequence[str],
         instruction: str | None = None,
+        time_left_s: float | None = None,
     ) -> PairScores:
         """Scores of pairs: of one query with each document, or of queries and documents of the same number. A model of
         scores gets both in one prompt; of vectors the similarity counts. `bare`: what else the requests have.
@@ -90,11 +98,16 @@ class PoolingDesk:
             facts = self.facts(bare.model)
             pairs = _pairs(queries, documents)
             if facts.task is PoolingTask.CLASSIFY:
-                return await self._by_model(facts, bare, pairs, instruction)
-        return await self._by_vectors(bare, pairs)
+                return await self._by_model(facts, bare, pairs, instruction, time_left_s)
+        return await self._by_vectors(bare, pairs, time_left_s)
 
     async def _by_model(
-        self, facts: PoolingFacts, bare: GenerationRequest, pairs: Sequence[tuple[str, str]], instruction: str | None
+        self,
+        facts: PoolingFacts,
+        bare: GenerationRequest,
+        pairs: Sequence[tuple[str, str]],
+        instruction: str | None,
+        time_left_s: float | None,
     ) -> PairScores:
         if facts.num_outputs != 1:
             raise InvalidRequestError(
@@ -104,12 +117,14 @@ class PoolingDesk:
             limit = "has no prompt for pairs of texts: set model.score_template, with {query} and {document}"
             raise InvalidRequestError("model", bare.model, limit)
         texts = [facts.pair(query, document, instruction) for query, document in pairs]
-        prompts = await self.each(bare, texts)
+        prompts = await self.each(bare, texts, time_left_s)
         return PairScores([memoryview(one.values).cast("f")[0] for one in prompts], prompts)
 
-    async def _by_vectors(self, bare: GenerationRequest, pairs: Sequence[tuple[str, str]]) -> PairScores:
+    async def _by_vectors(
+        self, bare: GenerationRequest, pairs: Sequence[tuple[str, str]], time_left_s: float | None
+    ) -> PairScores:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        prompts = await self.each(replace(bare, pooling=PoolingParams()), texts)
+        prompts = await self.each(replace(bare, pooling=PoolingParams()), texts, time_left_s)
         vectors: Mapping[str, bytes] = {text: one.values for text, one in zip(texts, prompts, strict=True)}
         return PairScores([cosine(vectors[query], vectors[document]) for query, document in pairs], prompts)
 

@@ -158,7 +158,9 @@ class Router:
         )
         servicers = {
             admin.SERVICE: admin.AdminServicer(operators),
-            server.SERVICE: server.InferenceServicer(*parts, worker, lambda: self._http_api.history.figures()),
+            server.SERVICE: server.InferenceServicer(
+                *parts, worker, lambda: self._http_api.history.figures(), self._limits.max_message_bytes
+            ),
             open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts, body_bounds(self._limits), worker),
             health.SERVICE: self._health,
         }

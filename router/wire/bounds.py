@@ -7,7 +7,7 @@ message_bounds.py`). A field that can grow and is not here fails a test, and the
 from typing import Final
 
 from holdfast.router.config import LimitsConfig
-from holdfast.router.request import LIST_LIMITS
+from holdfast.router.request import LIST_LIMITS, MAX_INPUTS
 from holdfast.v1 import inference_pb2
 from holdfast.worker.parameters import MAX_LOGPROB_TOKEN_IDS
 from holdfast.worker.wire.bound import Bound
@@ -48,6 +48,8 @@ def _inference(limits: LimitsConfig) -> Bounds:
     text = Bound(size=limits.max_prompt_bytes, setting="limits.max_prompt_bytes")
     grammar = Bound(size=_UTF8 * limits.max_grammar_length, setting="limits.max_grammar_length")
     tokens = Bound(count=limits.max_prompt_tokens, setting="limits.max_prompt_tokens")
+    message = Bound(size=limits.max_message_bytes, setting="limits.max_message_bytes")
+    texts = Bound(count=MAX_INPUTS, size=limits.max_message_bytes)
     return {
         "holdfast.v1.GenerateRequest": {
             "model": _NAME,
@@ -82,6 +84,15 @@ def _inference(limits: LimitsConfig) -> Bounds:
         },
         "holdfast.v1.StructuredOutputs": dict.fromkeys(("json", "regex", "grammar"), grammar),
         "holdfast.v1.Choice": {"texts": Bound(count=limits.max_choices, size=grammar.size, setting=grammar.setting)},
+        "holdfast.v1.PoolRequest": {"model": _NAME, "request_id": identifier, "inputs": Bound(count=MAX_INPUTS)},
+        "holdfast.v1.PoolInput": {"text": message},
+        "holdfast.v1.PoolingOptions": {"cache_salt": identifier, "tenant": identifier},
+        "holdfast.v1.ScoreRequest": {
+            "model": _NAME,
+            "request_id": identifier,
+            **dict.fromkeys(("queries", "documents"), texts),
+            "instruction": text,
+        },
         "holdfast.v1.AbortRequest": {"request_id": identifier},
         "holdfast.v1.TokenizeRequest": {"model": _NAME, "text": text},
         "holdfast.v1.DetokenizeRequest": {"model": _NAME, "token_ids": tokens},

@@ -32,7 +32,7 @@ PRIORITIES_READ: Final = {int(number): priority for priority, number in PRIORITI
 
 MAX_TIMEOUT_MS: Final = 2**32 - 1
 
-_TOKEN_IDS: Final = "must be token ids: integers in [0, 4294967295]"
+TOKEN_IDS: Final = "must be token ids: integers in [0, 4294967295]"
 
 
 def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
@@ -65,7 +65,7 @@ def generation_request_message(request: GenerationRequest) -> inference_pb2.Gene
         request_id=request.request_id,
         sampling_params=sampling_params_message(request.sampling_params),
         priority=PRIORITIES[request.priority],
-        timeout_ms=_timeout_ms(request.timeout_s),
+        timeout_ms=timeout_in_ms(request.timeout_s),
         cache_salt=request.cache_salt,
         resume=None if request.resume is None else resume_message(request.resume),
         tenant=request.tenant,
@@ -94,11 +94,11 @@ def _held(name: str, value: Any) -> Any:
     try:
         inference_pb2.SamplingParams(**{name: value})
     except ValueError:
-        raise InvalidRequestError(f"{FIELD}.{name}", value, _TOKEN_IDS) from None
+        raise InvalidRequestError(f"{FIELD}.{name}", value, TOKEN_IDS) from None
     return value
 
 
-def _timeout_ms(timeout_s: float | None) -> int | None:
+def timeout_in_ms(timeout_s: float | None) -> int | None:
     """Timeout in milliseconds, at least one; None means the server's default."""
     if timeout_s is None:
         return None
@@ -137,7 +137,7 @@ def _set_prompt(message: inference_pb2.GenerateRequest, request: GenerationReque
             request.prompt_field, error.object, f"must be valid Unicode: {error.reason}"
         ) from None
     except (TypeError, ValueError):
-        raise InvalidRequestError(request.prompt_field, request.prompt, _TOKEN_IDS) from None
+        raise InvalidRequestError(request.prompt_field, request.prompt, TOKEN_IDS) from None
 
 
 def _chat(message: inference_pb2.Chat) -> Chat:

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from ctypes import c_uint32
 from dataclasses import asdict
@@ -36,6 +36,7 @@ from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import (
     CacheConfig,
     HealthConfig,
+    ModelConfig,
     ParallelConfig,
     SchedulerConfig,
     SpeculationConfig,
@@ -48,13 +49,14 @@ from holdfast.worker.replica.rank import prepare_process
 from holdfast.worker.replica.replica import Replica
 from tests import loops
 from tests.chaos.paced import PacedRunner, two_ranks
+from tests.chaos.planted.adapters import PLANTED
 
 LOOK_S = 0.01
 FLIPPED_BIT = 9
 """Of a bfloat16: its exponent's third."""
 FLUSH_S = 0.5
-_MAX_BYTES = 4096
-"""Of the settings of a cache."""
+_MAX_BYTES = 2**16
+"""Of the settings of a cluster."""
 
 
 class Rot:
@@ -91,11 +93,13 @@ class FileDirectory:
 class ForkServer:
     """The process that forks."""
 
-    def __init__(self, cache: CacheConfig) -> None:
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._planted: str = settings["planted"]
         self._config = located(
             WorkerConfig(
+                model=ModelConfig(**settings["model"]),
                 parallel=ParallelConfig(num_threads=1),
-                cache=cache,
+                cache=CacheConfig(**settings["cache"]),
                 scheduler=SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=32),
             )
         )
@@ -106,6 +110,8 @@ class ForkServer:
     def run(self) -> None:
         """Forks on every order, until there are no more."""
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+        if self._planted:
+            PLANTED[self._planted]()
         self._heartbeat_pipe, self._held = os.pipe()
         say(id="fork_server", address="", pid=os.getpid())
         for line in sys.stdin:
@@ -204,7 +210,7 @@ def serve(requests: socket.socket) -> None:
         if not message:
             return
         if message not in loaded:
-            loaded[message] = ForkServer(CacheConfig.model_validate_json(message))
+            loaded[message] = ForkServer(json.loads(message))
         if (pid := os.fork()) == 0:
             requests.close()
             for number, stream in enumerate(streams):

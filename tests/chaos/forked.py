@@ -13,11 +13,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import psutil
@@ -81,10 +82,10 @@ class ForkServers:
             )
         atexit.register(self.close)
 
-    def fork(self, cache: CacheConfig, stderr: IO[str] | None) -> ForkServer:
+    def fork(self, settings: Mapping[str, Any], stderr: IO[str] | None) -> ForkServer:
         (stdin, orders), (news, stdout) = os.pipe(), os.pipe()
         streams = [stdin, stdout, 2 if stderr is None else stderr.fileno()]
-        socket.send_fds(self._socket, [cache.model_dump_json().encode()], streams)
+        socket.send_fds(self._socket, [json.dumps(settings).encode()], streams)
         os.close(stdin)
         os.close(stdout)
         return ForkServer(int(self._socket.recv(16)), orders, news)
@@ -296,14 +297,18 @@ async def forked_cluster(
     self_check_every_s: float = 0.0,
     stderr: IO[str] | None = None,
     poison: str = "",
+    model: Mapping[str, Any] = MappingProxyType({}),
+    planted: str = "",
 ) -> AsyncIterator[ForkedCluster]:
     """Two routers and three replicas, of one rank or two, whose steps take at least `step_s`. Prompts that begin with
-    `poison` end the router that reads them.
+    `poison` end the router that reads them. `model` are its settings besides the bundled model; `planted` names a
+    mistake (`tests/chaos/planted/adapters.py`).
 
     Without self-checks unless asked for: with them, what replicas compute is not for clients alone.
     """
     cache = CacheConfig(num_blocks=num_blocks, kv_cache_dtype=kv_cache_dtype)
-    fork_server = await asyncio.to_thread(lambda: fork_servers().fork(cache, stderr))
+    settings = {"cache": cache.model_dump(mode="json"), "model": dict(model), "planted": planted}
+    fork_server = await asyncio.to_thread(lambda: fork_servers().fork(settings, stderr))
     directory = folder / "replicas.json"
     cluster = ForkedCluster(fork_server, directory, step_s, num_ranks, wired, self_check_every_s, poison)
     try:

@@ -19,7 +19,8 @@ class Load:
 
     def __init__(self, kinds: Sequence[Kind], right: Sequence[Answer]) -> None:
         self._kinds = kinds
-        self._right = right
+        self.right = right
+        """Answers without faults, by kind."""
         self._open: dict[int, Answer] = {}
         self._unjudged: list[tuple[Answer, Answer]] = []
 
@@ -54,14 +55,14 @@ class Load:
             row.judge(answer, right)
         self._unjudged.clear()
 
-    async def run(self, number: int, addresses: Sequence[str], connect_s: float) -> None:
-        """One client, for ever."""
+    async def run(self, number: int, first: int, addresses: Sequence[str], connect_s: float) -> None:
+        """One client, for ever. `first`: the kind that it begins with."""
         async with AsyncClient(addresses, draw=lambda: (number % 2) / 2, connect_s=connect_s) as client:
-            for turn in itertools.count(number):
+            for turn in itertools.count(first):
                 index = turn % len(self._kinds)
                 answer = await ask(client, self._kinds[index], lambda answer: self._open.update({number: answer}))
                 self._open.pop(number, None)
-                self._unjudged.append((answer, self._right[index]))
+                self._unjudged.append((answer, self.right[index]))
 
 
 @asynccontextmanager
@@ -73,7 +74,9 @@ async def steady_load(
         right = [await ask(client, kind) for kind in kinds]
     assert all(answer.is_whole for answer in right)
     load = Load(kinds, right)
-    tasks = [asyncio.create_task(load.run(number, addresses, connect_s)) for number in range(num_clients)]
+    apart = max(1, len(kinds) // num_clients)
+    runs = [load.run(number, number * apart, addresses, connect_s) for number in range(num_clients)]
+    tasks = [asyncio.create_task(run) for run in runs]
     try:
         yield load
     finally:

@@ -118,7 +118,7 @@ class AdapterDesk:
         return [*self._slots, *(adapter.digest for adapter in self._loading.values())]
 
     def take_changes(self) -> dict[str, bool]:
-        """By digest, whether an adapter is among `digests`, where that has changed since the last call."""
+        """Changes of `digests` since the last call: whether each is among them now."""
         changes, self._changes = self._changes, {}
         return changes
 

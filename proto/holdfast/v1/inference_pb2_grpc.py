@@ -45,6 +45,16 @@ class InferenceStub(object):
                 request_serializer=holdfast_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_inference__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
+        self.Pool = channel.unary_unary(
+                '/holdfast.v1.Inference/Pool',
+                request_serializer=holdfast_dot_v1_dot_inference__pb2.PoolRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_inference__pb2.PoolResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/holdfast.v1.Inference/Score',
+                request_serializer=holdfast_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/holdfast.v1.Inference/Abort',
                 request_serializer=holdfast_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -85,6 +95,20 @@ class InferenceServicer(object):
 
     def GenerateStream(self, request, context):
         """GenerateStream answers with a chunk for each step that brings tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pool(self, request, context):
+        """Pool answers with a vector, or with scores by label, of each input of a pooled model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Score answers with a score for each pair of texts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,6 +161,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GenerateStream,
                     request_deserializer=holdfast_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=holdfast_dot_v1_dot_inference__pb2.GenerateStreamResponse.SerializeToString,
+            ),
+            'Pool': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pool,
+                    request_deserializer=holdfast_dot_v1_dot_inference__pb2.PoolRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_inference__pb2.PoolResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=holdfast_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -219,6 +253,60 @@ class Inference(object):
             '/holdfast.v1.Inference/GenerateStream',
             holdfast_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             holdfast_dot_v1_dot_inference__pb2.GenerateStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.Inference/Pool',
+            holdfast_dot_v1_dot_inference__pb2.PoolRequest.SerializeToString,
+            holdfast_dot_v1_dot_inference__pb2.PoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.Inference/Score',
+            holdfast_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            holdfast_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import grpc
 
@@ -160,7 +160,10 @@ def given_request_id(context: Context) -> str:
     return str(given.get(REQUEST_ID_HEADER, ""))
 
 
-def with_request_id(message: inference_pb2.GenerateRequest, context: Context) -> inference_pb2.GenerateRequest:
+Named = TypeVar("Named", inference_pb2.GenerateRequest, inference_pb2.PoolRequest, inference_pb2.ScoreRequest)
+
+
+def with_request_id(message: Named, context: Context) -> Named:
     """The message with the id of the metadata, if it has no id itself."""
     given = given_request_id(context)
     if not message.request_id:

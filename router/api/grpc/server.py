@@ -23,6 +23,7 @@ from holdfast.router.api.grpc.interceptors import (
     Gzip,
     with_request_id,
 )
+from holdfast.router.api.grpc.pooling import PoolingCalls
 from holdfast.router.api.grpc.standard_services import add_reflection
 from holdfast.router.api.intake import DecodeWorker, Intake
 from holdfast.router.config import LimitsConfig, RouterConfig
@@ -63,14 +64,16 @@ class InferenceServicer:
         dispatch_host: DispatchHost,
         decode_worker: DecodeWorker | None = None,
         store_figures: Callable[[], Awaitable[StoreFigures | None]] | None = None,
+        max_message_bytes: int = LimitsConfig().max_message_bytes,
     ) -> None:
         """Large messages are decoded by the `decode_worker`, or by a separate one. `store_figures`: how much is
-        stored, if anything.
+        stored, if anything. `max_message_bytes`: of an answer.
         """
         self._store_figures = store_figures
         self._request_processor = request_processor
         self._dispatch_host = dispatch_host
         self._decode_worker = decode_worker or DecodeWorker()
+        self._pooling = PoolingCalls(request_processor, self._decode_worker, max_message_bytes)
 
     async def Generate(
         self, message: inference_pb2.GenerateRequest, context: Context
@@ -108,6 +111,12 @@ class InferenceServicer:
     async def _request(self, message: inference_pb2.GenerateRequest, context: Context) -> GenerationRequest:
         named = with_request_id(message, context)
         return await self._decode_worker.run(_cost(named), partial(generation_request, named))
+
+    async def Pool(self, message: inference_pb2.PoolRequest, context: Context) -> inference_pb2.PoolResponse:
+        return await self._pooling.pool(message, context)
+
+    async def Score(self, message: inference_pb2.ScoreRequest, context: Context) -> inference_pb2.ScoreResponse:
+        return await self._pooling.score(message, context)
 
     async def Abort(self, message: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         return inference_pb2.AbortResponse(was_open=self._request_processor.abort(message.request_id))

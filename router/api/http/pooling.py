@@ -18,7 +18,7 @@ from holdfast.router.api.http.bodies import Notes
 from holdfast.router.api.http.json_body import Listed, Reads
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
 from holdfast.router.api.http.sampling import priority_of
-from holdfast.router.request import GenerationRequest, naming
+from holdfast.router.request import GenerationRequest, check_inputs, naming
 from holdfast.router.requests.poison_watch import CURRENT_READING
 from holdfast.router.requests.pooling import PooledPrompt, PoolingDesk
 from holdfast.router.requests.request_processor import RequestProcessor
@@ -26,9 +26,6 @@ from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
 from holdfast.worker.pooling import PoolingParams, PoolingTask
 from holdfast.worker.sampling_params import SamplingParams
-
-MAX_INPUTS: Final = 2048
-"""Texts of one request, as OpenAI has it."""
 
 
 class PoolingBody(Reads, Notes):
@@ -100,7 +97,7 @@ class InputBody(PoolingBody):
             raise InvalidRequestError("input", given, "must not be empty")
         if isinstance(given[0], int):
             return [tuple(given)]
-        check_count("input", given)
+        check_inputs("input", given)
         return [item if isinstance(item, str) else tuple(item) for item in given]
 
 
@@ -133,7 +130,7 @@ class ScoreBody(PoolingBody):
             raise InvalidRequestError(names[0], [name for name, _ in found], f"must be given once ({', '.join(names)})")
         ((name, value),) = found
         texts = [value] if isinstance(value, str) else list(value)
-        check_count(name, texts)
+        check_inputs(name, texts)
         return texts
 
 
@@ -164,17 +161,11 @@ class RerankBody(PoolingBody):
                 raise InvalidRequestError(name, getattr(self, name), limit)
         if self.top_n is not None and self.top_n < 0:
             raise InvalidRequestError("top_n", self.top_n, "must be at least 0")
-        check_count("documents", self.documents)
+        check_inputs("documents", self.documents)
 
     def texts(self) -> list[str]:
         """Texts of the documents."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
-
-
-def check_count(name: str, texts: Sequence[object]) -> None:
-    """Raises `InvalidRequestError` for none, or for more than one request may have."""
-    if not 0 < len(texts) <= MAX_INPUTS:
-        raise InvalidRequestError(name, len(texts), f"must have 1 to {MAX_INPUTS} elements")
 
 
 _SCORE: Final = (ScoreBody, "Scores of pairs of texts.")

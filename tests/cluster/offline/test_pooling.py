@@ -8,10 +8,13 @@ import numpy as np
 import openai
 import pytest
 
-from holdfast import LLM, PoolingParams
+from holdfast import LLM, Client, PoolingParams
+from holdfast.router.api.grpc.pooling import PoolingCalls
+from holdfast.router.api.grpc.server import SERVICE, InferenceServicer, build_server
 from holdfast.router.api.http.app import HttpApi
 from holdfast.router.api.http.server import HttpServer
-from holdfast.router.config import LimitsConfig
+from holdfast.router.api.intake import DecodeWorker
+from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.models.pooling import Pooler
 
@@ -37,6 +40,25 @@ def http(llm):
 
     server = asyncio.run_coroutine_threadsafe(serve(), router._loop).result(20)
     with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=20) as client:
+        yield client
+    asyncio.run_coroutine_threadsafe(server.stop(1.0), router._loop).result(20)
+
+
+@pytest.fixture(scope="module")
+def client(llm):
+    """Of the gRPC API."""
+    router = llm._engine._router
+    processor = router._processor
+
+    async def serve():
+        servicer = InferenceServicer(processor, processor._dispatch_host)
+        server = build_server({SERVICE: servicer}, RouterConfig(), LimitsConfig())
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return server, port
+
+    server, port = asyncio.run_coroutine_threadsafe(serve(), router._loop).result(20)
+    with Client(f"127.0.0.1:{port}") as client:
         yield client
     asyncio.run_coroutine_threadsafe(server.stop(1.0), router._loop).result(20)
 
@@ -107,6 +129,46 @@ def test_scores_of_vectors_are_their_cosines(llm, http, vectors):
             (at, ours[at]) for at in order[:2]
         ]
         assert answer["results"][0]["document"] == {"text": TEXTS[order[0]]}
+
+
+def test_grpc_gets_the_same_vectors_and_scores(llm, client, vectors):
+    found = client.pool([*TEXTS, llm.get_tokenizer().encode(TEXTS[0])])
+    assert [list(one.values) for one in found.outputs] == [*vectors, vectors[0]]
+    assert [one.num_prompt_tokens for one in found.outputs] == [*map(len, TEXTS), len(TEXTS[0])]
+    assert (found.model, found.labels) == (llm.engine.info.model, ())
+    (cut,) = client.pool(TEXTS[:1], PoolingParams(dimensions=7)).outputs
+    assert list(cut.values) == llm.embed(TEXTS[0], PoolingParams(dimensions=7))[0].outputs.embedding
+    (raw,) = client.pool(TEXTS[:1], PoolingParams(use_activation=False)).outputs
+    assert np.linalg.norm(raw.values) > 2
+    assert client.pool(["x" * 400], truncate_prompt_tokens=-1).outputs[0].num_prompt_tokens == 256
+    assert client.score(TEXTS[0], TEXTS) == [one.outputs.score for one in llm.score(TEXTS[0], TEXTS)]
+
+
+@pytest.mark.parametrize(
+    ("call", "field", "words"),
+    [
+        (lambda client: client.pool([]), "inputs", "1 to 2048"),
+        (lambda client: client.pool(["a"] * 2049), "inputs", "1 to 2048"),
+        (lambda client: client.pool([""]), "inputs", "must not be empty"),
+        (lambda client: client.pool([[2**32]]), r"inputs\[0\]", "must be token ids"),
+        (lambda client: client.pool(["x" * 400]), "inputs", "256 tokens"),
+        (lambda client: client.pool(["a"], PoolingParams(dimensions=65)), "dimensions", "at most 64"),
+        (lambda client: client.pool(["a"], truncate_prompt_tokens=-2), "truncate_prompt_tokens", "-1"),
+        (lambda client: client.pool(["a"], model="no-such-model"), "model", "no-such-model"),
+        (lambda client: client.score(["a", "b"], ["c"]), "queries", "one per document"),
+        (lambda client: client.score("a", []), "documents", "1 to 2048"),
+        (lambda client: client.generate("hello"), "model", "gives vectors"),
+    ],
+)
+def test_what_is_refused_over_grpc(client, call, field, words):
+    with pytest.raises(HoldfastError, match=rf"{field}.*{words}"):
+        call(client)
+
+
+def test_an_answer_that_no_message_holds_is_refused_before_anything_is_computed(llm):
+    calls = PoolingCalls(llm._engine._router._processor, DecodeWorker(), 2**20)
+    with pytest.raises(InvalidRequestError, match="inputs = 4000: must be at most 3276 with 64 numbers each"):
+        calls._check_answer(4000, 64)
 
 
 def test_a_model_of_labels(tmp_path, tiny_model, http):

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from holdfast.cluster.client.async_client import submission
+from holdfast.cluster.client.submissions import submission
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.llm import LLM
 from holdfast.cluster.offline.outputs import BeamSearchParams
