@@ -1,5 +1,9 @@
-"""Commands of operators: `holdfast drain-node`, `drain`, `undrain`, `pause`, `resume`, `log-level` and `dump`."""
+"""Commands of operators: `holdfast drain-node`, `drain`, `undrain`, `pause`, `resume`, `pins`, `unpin`, `log-level` and
+`dump`.
+"""
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +22,8 @@ Replica = Annotated[str, Parameter(help="the replica's id, as `holdfast stats` s
 Seconds = Annotated[float, Parameter(validator=Number(gte=0))]
 
 _LOCAL = "localhost:50051"
+_PIPE_WIDTH = 160
+"""Columns where the output is no terminal: no row is broken."""
 
 
 @takes_settings("client")
@@ -87,6 +93,52 @@ def remove_adapter(
     _ask(server, settings, "UnloadAdapter", name=name)
     print(f"{name} is no longer served")
     return 0
+
+
+@takes_settings("client")
+def pins(*, server: Server = _LOCAL, settings: Layer) -> int:
+    """List the prefixes that replicas keep in their caches because requests asked for it.
+
+    Exit code 1: a replica has not answered.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    found = _ask(server, settings, "ListPins")
+    table = Table("tenant", "model", "replica", "prefix", box=None, pad_edge=False)
+    for column in ("tokens", "seconds left"):
+        table.add_column(column, justify="right")
+    for pin in sorted(found.pins, key=lambda one: (one.tenant, one.model, one.replica_id, -one.seconds_left)):
+        tenant, tokens, seconds = pin.tenant or "-", str(pin.num_tokens), f"{pin.seconds_left:.0f}"
+        table.add_row(tenant, pin.model, pin.replica_id, pin.prefix, tokens, seconds)
+    console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
+    console.print(table if found.pins else "no prefix is pinned")
+    return _tell_unheard(found.unheard)
+
+
+@takes_settings("client")
+def unpin(
+    tenant: Annotated[str, Parameter(help="the tenant's name; '' for requests without one")],
+    /,
+    *,
+    prefix: Annotated[str, Parameter(help="only this prefix, as `holdfast pins` shows it")] = "",
+    server: Server = _LOCAL,
+    settings: Layer,
+) -> int:
+    """End a tenant's pins before their time is up, in memory and on the disk. Later requests may pin again.
+
+    Exit code 1: a replica has not answered, and keeps its pins.
+    """
+    ended = _ask(server, settings, "Unpin", tenant=tenant, prefix=prefix)
+    print(f"{ended.num_blocks} blocks are no longer pinned")
+    return _tell_unheard(ended.unheard)
+
+
+def _tell_unheard(replicas: Sequence[Any]) -> int:
+    """The exit code."""
+    for one in replicas:
+        print(f"holdfast: {one.reason}", file=sys.stderr)
+    return 1 if replicas else 0
 
 
 @takes_settings("client")

@@ -54,6 +54,26 @@ OPERATING: Final = (
         takes="MODEL",
     ),
     Command(
+        name="pins",
+        target="admin:pins",
+        help="List the prefixes that replicas keep because requests asked for it.",
+        details="By tenant and replica, with the time for which each is still kept.",
+        examples=("pins", "pins --server cluster.example:50051"),
+        group=OPERATIONS,
+    ),
+    Command(
+        name="unpin",
+        target="admin:unpin",
+        help="End a tenant's pins before their time is up.",
+        details="In memory and on the disk, of all replicas. The blocks stay cached as any others.",
+        examples=(
+            "unpin alice",
+            "unpin alice --prefix 5f1d0c3a9b7e42648fd1a6b05c9e3d27 --server cluster.example:50051",
+        ),
+        group=OPERATIONS,
+        takes="TENANT",
+    ),
+    Command(
         name="log-level",
         target="admin:log_level",
         help="Set the log level of routers and replicas.",

@@ -15,6 +15,7 @@ from typing import Any, Final
 from holdfast.router.cluster_control import ClusterControl
 from holdfast.router.config import LimitsConfig, OverloadConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.links.replica_pins import ReplicaPins
 from holdfast.router.operator_state import Change, OperatorState, Pause
 from holdfast.router.overload.overload import Overload
 from holdfast.router.requests.request_processor import RequestProcessor
@@ -27,7 +28,7 @@ SendChange = Callable[[Change], Awaitable[OperatorState]]
 
 
 class Operators:
-    """The orders of one router. Each call returns the orders' new revision; errors are raised as `HoldfastError`."""
+    """The orders of one router. Changes of the operator state return its new revision; errors are `HoldfastError`."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class Operators:
         send: SendChange,
         operator_state: Callable[[], OperatorState],
         dump: Callable[[], str],
+        pins: ReplicaPins,
         kill: Callable[[str], None] | None = None,
         control: ClusterControl | None = None,
     ) -> None:
@@ -50,6 +52,8 @@ class Operators:
         self._send = send
         self._operator_state = operator_state
         self._dump = dump
+        self.pins = pins
+        """Pins of all replicas."""
         self._kill = kill
         self._control = control
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from holdfast.router.config import RouterConfig
@@ -107,6 +107,10 @@ class LinkPool:
             self._on_operator_state(operator_state)
         self._operator_state = operator_state
         await self.update(frozenset(one for one in self._endpoints if one.replica_id not in operator_state.drained))
+
+    def links(self) -> Collection[ReplicaLink]:
+        """Links of all replicas."""
+        return self._links.values()
 
     # --- inside ---
 

@@ -8,9 +8,10 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
+from google.protobuf.message import Message
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.circuit_breaker import Backoff
@@ -40,6 +41,9 @@ from holdfast.worker.wire.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.wire.loopback import NO_PROXY
 
 LOOK_EVERY_S: Final = 0.1
+
+ASK_S: Final = 5.0
+"""Seconds to wait for a replica's answer: a step of its may have to end first."""
 
 NUM_HEARTBEATS_MISSED: Final = 8
 """A replica with work that misses this many heartbeats is frozen, however long its steps: heartbeats do not wait for
@@ -132,6 +136,9 @@ class ReplicaLink:
         self._config = config
         self._outbox: asyncio.Queue[engine_pb2.LinkRequest] = asyncio.Queue()
         self.is_up = False
+        self.block_size = 0
+        """Tokens in a block of the replica, once it was up."""
+        self._stub: Any = None
         self._is_retired = False
         self._log_level: LogLevel | None = None
         self._watch: LinkWatch | None = None
@@ -187,6 +194,15 @@ class ReplicaLink:
     def kill(self) -> None:
         """The replica's process is to end at once, if it was started with that allowed."""
         self._outbox.put_nowait(kill_message())
+
+    async def ask(self, method: str, request: Message) -> Any:
+        """Answer of the replica to a unary method of `holdfast.v1.Engine`. Raises `ReplicaError`: there is none."""
+        if not self.is_up:
+            raise ReplicaError(f"replica {self.endpoint.replica_id} is not connected")
+        try:
+            return await getattr(self._stub, method)(request, timeout=ASK_S, metadata=self._security.metadata())
+        except grpc.aio.AioRpcError as error:
+            raise ReplicaError(f"replica {self.endpoint.replica_id}: {error.code().name}: {error.details()}") from error
 
     # --- sessions ---
 
@@ -244,8 +260,8 @@ class ReplicaLink:
         if self._log_level is not None:
             self._outbox.put_nowait(set_log_level_message(self._log_level))
         async with self._security.channel(self.endpoint.address, _channel_options(self._config)) as channel:
-            stub = engine_pb2_grpc.EngineStub(channel)  # type: ignore[no-untyped-call]
-            call: LinkCall = stub.Link(metadata=self._security.metadata())
+            self._stub = engine_pb2_grpc.EngineStub(channel)  # type: ignore[no-untyped-call]
+            call: LinkCall = self._stub.Link(metadata=self._security.metadata())
             tasks = [asyncio.create_task(_write(self._outbox, call))]
             messages = aiter(call)
             try:
@@ -300,6 +316,7 @@ class ReplicaLink:
             raise self._lost("the first message must be Hello")
         facts = replace(self._checked(hello), address=self.endpoint.address)
         await self._prepare(self.endpoint, facts)
+        self.block_size = facts.block_size
         self.is_up = True
         self._backoff.note_up()
         self._dispatch_host.replica_up(self, facts, hello.load)

@@ -29,6 +29,7 @@ from holdfast.router.dispatch.versions import VersionCounts
 from holdfast.router.events import ModelStatus
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaDirectory, RouterEndpoint
+from holdfast.router.links.replica_pins import ReplicaPins
 from holdfast.router.operator_state import NO_OPERATOR_STATE, Change, OperatorState
 from holdfast.router.overload.byte_ledger import ByteLedger
 from holdfast.router.overload.overload import Overload
@@ -153,6 +154,7 @@ class Router:
             send=send_change,
             operator_state=lambda: self.operator_state,
             dump=self._dump,
+            pins=ReplicaPins(self._link_pool.links),
             kill=self._link_pool.kill if config.killable else None,
             control=control,
         )

@@ -176,6 +176,7 @@ _CONTROL: Final[Bounds] = {
     "holdfast.v1.LoadAdapterRequest": dict.fromkeys(("name", "path", "model"), _NAME),
     "holdfast.v1.UnloadAdapterRequest": {"name": _NAME},
     "holdfast.v1.SetLogLevelRequest": {"level": _NAME},
+    "holdfast.v1.UnpinRequest": dict.fromkeys(("tenant", "prefix"), _NAME),
     "holdfast.v1.AddModel": {"settings": _SETTINGS},
     "holdfast.v1.UpdateModel": {"model": _NAME, "settings": _SETTINGS},
     "holdfast.v1.RollbackModel": {"model": _NAME},

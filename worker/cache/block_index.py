@@ -112,6 +112,14 @@ class KeptNames:
             [(kind, name, tenant, until, turn, place) for place, name in enumerate(names)],
         )
 
+    def forget(self, kind: bytes, names: Sequence[bytes], tenant: bytes) -> None:
+        """Keeps these names of a tenant no longer; without names, none of the tenant's."""
+        if names:
+            rows = [(kind, tenant, name) for name in names]
+            self._db.executemany("DELETE FROM kept WHERE kind = ? AND tenant = ? AND name = ?", rows)
+        else:
+            self._db.execute("DELETE FROM kept WHERE kind = ? AND tenant = ?", (kind, tenant))
+
     def end(self) -> None:
         """Forgets names whose time is up, and those beyond their tenant's share."""
         self._db.execute("DELETE FROM kept WHERE until <= ?", (self._clock(),))

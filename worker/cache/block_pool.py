@@ -249,6 +249,12 @@ class BlockAllocator:
                         self._kept[block_id] = next(self.clock)
         self._release(gave_way)
 
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Ends the pins of these blocks, given in the order in which to evict them."""
+        for block_id in block_ids:
+            self.pins.drop(block_id)
+        self._release(block_ids)
+
     def end_pins(self, now: float) -> None:
         """Ends the pins whose time is up."""
         self._release(self.pins.end(now))

@@ -110,7 +110,8 @@ class BlockStore:
 
     def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
         """Keeps these blocks, given from a prefix's beginning and stored now or later, for this number of seconds,
-        within the tenant's share: they outlive blocks that were used later.
+        within the tenant's share: they outlive blocks that were used later. 0: they are kept no longer; without names,
+        none of the tenant's are.
         """
         self._guarded(lambda: self._keep(names, tenant, ttl_s))
 
@@ -158,7 +159,10 @@ class BlockStore:
         digest = blake2b(tenant.encode(errors="surrogatepass"), digest_size=HASH_BYTES).digest()
         (hidden_tenant,) = self.sealer.hidden([_TENANT + digest])
         with self._transaction():
-            self._kept.keep(self._kind, self.sealer.hidden(names), hidden_tenant, ttl_s)
+            if ttl_s > 0:
+                self._kept.keep(self._kind, self.sealer.hidden(names), hidden_tenant, ttl_s)
+            else:
+                self._kept.forget(self._kind, self.sealer.hidden(names), hidden_tenant)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

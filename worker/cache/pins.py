@@ -10,7 +10,9 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 
-class _Pin(NamedTuple):
+class Pin(NamedTuple):
+    """Pin of one block."""
+
     tenant: str
     until_s: float
 
@@ -24,7 +26,7 @@ class Pins:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.by_block: dict[int, _Pin] = {}
+        self.by_block: dict[int, Pin] = {}
         """Pins by block. To be read only."""
         self._by_tenant: dict[str, OrderedDict[int, None]] = {}  # the next to give way first
         self._ends: list[tuple[float, int]] = []  # a heap; an entry counts if `_looked_at` says the same
@@ -43,9 +45,9 @@ class Pins:
             return []
         order = self._by_tenant.setdefault(tenant, OrderedDict())
         for block_id in reversed(kept):  # of those pinned together the last gives way first
-            pin = self.by_block.get(block_id, _Pin(tenant, until_s))
+            pin = self.by_block.get(block_id, Pin(tenant, until_s))
             assert pin.tenant == tenant, f"block {block_id} is pinned for another tenant"
-            self.by_block[block_id] = _Pin(tenant, max(until_s, pin.until_s))
+            self.by_block[block_id] = Pin(tenant, max(until_s, pin.until_s))
             order[block_id] = None
             order.move_to_end(block_id)
             self._look_at(block_id, self.by_block[block_id].until_s)
@@ -61,6 +63,17 @@ class Pins:
             del order[block_id]
             if not order:
                 del self._by_tenant[pin.tenant]
+
+    def of(self, tenant: str) -> list[int]:
+        """Blocks that a tenant has pinned, in the order in which to evict them."""
+        return list(self._by_tenant.get(tenant, ()))
+
+    def shorten(self, block_id: int, until_s: float) -> None:
+        """The block's pin ends at this time, if that is sooner."""
+        pin = self.by_block[block_id]
+        if until_s < pin.until_s:
+            self.by_block[block_id] = pin._replace(until_s=until_s)
+            self._look_at(block_id, until_s)
 
     def end(self, now: float) -> list[int]:
         """Drops the pins whose time is up, and returns their blocks."""

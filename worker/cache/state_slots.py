@@ -7,7 +7,7 @@ blocks, and from the same memory: a slot in use occupies the memory of several b
 recently used block or snapshot is evicted first.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from holdfast.worker.cache.block_pool import Age, BlockAllocator
 from holdfast.worker.cache.prefix_cache import CacheEvent, HashChain
@@ -83,6 +83,16 @@ class StateSlots:
     def pin(self, slot: int, tenant: str, until_s: float) -> None:
         """Until then, evicts a snapshot after all unpinned ones."""
         self._allocator.pin([slot], tenant, until_s)
+
+    def unpin(self, block_hashes: Collection[bytes], tenant: str) -> None:
+        """Ends a tenant's pins of the snapshots behind these blocks."""
+        found = self._cache.contents
+        slots = self._allocator.pins.of(tenant)
+        self._allocator.unpin([slot for slot in slots if found[slot].block_hash in block_hashes])
+
+    def unpin_all(self, tenant: str) -> None:
+        """Ends all pins of a tenant."""
+        self._allocator.unpin(self._allocator.pins.of(tenant))
 
     def end_pins(self, now: float) -> None:
         """Ends the pins whose time is up."""

@@ -127,7 +127,7 @@ class BlockMover:
 
     def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
         """Keeps these blocks in the store for this number of seconds, within the tenant's share, from about a second
-        from now.
+        from now. 0, and no names: as `BlockStore.keep`.
         """
         self._kept.append((names, tenant, ttl_s))
 

@@ -13,7 +13,7 @@ on this replica.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final, NamedTuple
 
 from holdfast.worker.cache.block_pool import BlockAllocator
@@ -48,9 +48,14 @@ class PinTakeover:
         self.num_taken = 0
         """Prefixes that were pinned here."""
 
-    def held(self, now: float) -> list[PinnedPrefix]:
-        """Prefixes that are pinned here, to be handed on."""
-        return self._pinning.held(now)
+    def forget(self, hashes: Collection[bytes], tenant: str) -> None:
+        """The tenant's prefixes that end with these blocks are not to be pinned; no hashes: none of its prefixes is."""
+
+        def is_wanted(one: _Waiting) -> bool:
+            return one.prefix.tenant != tenant or bool(hashes and one.prefix.hashes[-1] not in hashes)
+
+        self._waiting = deque(filter(is_wanted, self._waiting))
+        self._open = {ticket: one for ticket, one in self._open.items() if is_wanted(one)}
 
     def take(self, prefixes: Iterable[PinnedPrefix], source: str, now: float) -> None:
         """Takes over the pinned prefixes of the replica at this address."""
@@ -132,9 +137,10 @@ class BlockTier:
         self.restores = Restores(allocator, slots, mover, shape, self._stored, self._forget, *of_engine)
         self.sendings = Sendings(allocator.prefix_cache, slots, mover, shape, self.moves)
         self.takeover = PinTakeover(self.restores, pinning)
-        self._to_keep: list[tuple[list[bytes], str, float]] = []
+        self._to_keep: deque[tuple[list[bytes], str, float]] = deque()
         if has_store:
             pinning.on_pinned = self._keep_below
+        pinning.on_unpinned = self._note_unpinned
 
     # --- what can be had ---
 
@@ -237,7 +243,7 @@ class BlockTier:
         """Copies some blocks to the store. `step_s`: how long the last step took; None: nothing runs."""
         self._turn += 1
         while self._to_keep:
-            self._mover.keep(*self._to_keep.pop())
+            self._mover.keep(*self._to_keep.popleft())
         if step_s is not None:
             self._budget_s = min(MAX_BUDGET_S, self._budget_s + SHARE * step_s)
         if not (self._to_store or self._states_to_store) or not self._mover.has_room:
@@ -254,6 +260,12 @@ class BlockTier:
         """A prefix was pinned, with a snapshot behind the block of the hash `state`: the store keeps it as long."""
         names = [KV + block_hash for block_hash in hashes]
         self._to_keep.append(([*names, STATE + state] if state else names, tenant, ttl_s))
+
+    def _note_unpinned(self, hashes: Collection[bytes], tenant: str) -> None:
+        """These blocks, and the snapshots behind them, are not to be pinned. None: none of the tenant's."""
+        self.takeover.forget(hashes, tenant)
+        if self.has_store:
+            self._to_keep.append(([kind + block_hash for block_hash in hashes for kind in (KV, STATE)], tenant, 0.0))
 
     def _next_places(self, room: int, *, is_idle: bool) -> list[Place]:
         """The next blocks to copy, at most this number of bytes; at least one block while the engine is idle."""

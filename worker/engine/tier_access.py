@@ -42,7 +42,14 @@ class TierAccess:
 
     def pinned_prefixes(self) -> list[PinnedPrefix]:
         """Prefixes that are pinned. On the engine's thread only."""
-        return [] if self._core.tier is None else self._core.tier.takeover.held(self._clock())
+        return self._core.scheduler.pinning.held(self._clock())
+
+    def unpin(self, tenant: str, last_hash: bytes) -> int:
+        """Ends the tenant's pin of the prefix that ends with this block; an empty hash: all of its pins. The number of
+        blocks that were pinned. On the engine's thread only.
+        """
+        pinning = self._core.scheduler.pinning
+        return pinning.unpin(tenant, last_hash) if last_hash else pinning.unpin_all(tenant)
 
     def take_pins(self, prefixes: Iterable[PinnedPrefix], source: str) -> None:
         """Pins the pinned prefixes of the replica at this address, once their blocks are here. On the engine's thread

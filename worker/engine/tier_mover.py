@@ -61,7 +61,9 @@ class Mover(Protocol):
         ...
 
     def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
-        """Keeps the blocks with these names in the store for this number of seconds, within the tenant's share."""
+        """Keeps the blocks with these names in the store for this number of seconds, within the tenant's share. 0: they
+        are kept no longer; without names, none of the tenant's are.
+        """
         ...
 
     def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:

@@ -105,8 +105,8 @@ class BlockExchange:
         self._asked_s = max(self._asked_s, self._loop.time())
 
     async def pins(self, request: engine_pb2.GetPinsRequest) -> engine_pb2.GetPinsResponse:
-        """Prefixes that are pinned here, for a replica that can take their blocks."""
-        if self._replica.movers is None or request.kind != self._kind:
+        """Prefixes that are pinned here, for a replica that can take their blocks, or for a router."""
+        if request.kind and (self._replica.movers is None or request.kind != self._kind):
             return engine_pb2.GetPinsResponse()
         held = await asyncio.wrap_future(self._replica.engine.between_steps(self._replica.engine.tier.pinned_prefixes))
         answer, num_left = engine_pb2.GetPinsResponse(), MAX_BLOCKS
@@ -115,8 +115,20 @@ class BlockExchange:
             if num_left >= 0:
                 hashes, ttl_ms = b"".join(prefix.hashes), math.ceil(1e3 * prefix.ttl_s)
                 answer.prefixes.add(tenant=prefix.tenant, ttl_ms=ttl_ms, hashes=hashes)
-        self._note_asked()
+        if request.kind:
+            self._note_asked()
         return answer
+
+    async def end_pins(self, request: engine_pb2.EndPinsRequest) -> engine_pb2.EndPinsResponse:
+        """Ends pins on an operator's order."""
+        if len(request.prefix) not in (0, HASH_BYTES):
+            raise InvalidRequestError(
+                "prefix", f"{len(request.prefix)} bytes", f"must have {HASH_BYTES} bytes, or none"
+            )
+        unpin = partial(self._replica.engine.tier.unpin, request.tenant, request.prefix)
+        num_blocks = await asyncio.wrap_future(self._replica.engine.between_steps(unpin))
+        logger.info("unpinned %d blocks of the tenant %r", num_blocks, request.tenant)
+        return engine_pb2.EndPinsResponse(num_blocks=num_blocks)
 
     async def hand_pins_on(self, limit_s: float) -> None:
         """Waits until another replica has the prefixes that are pinned here, i.e. until none asks any longer; for this

@@ -55,7 +55,7 @@ REFUSED: Final = "this replica is part of another cluster: the token is not the 
 Context: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.LinkRequest, engine_pb2.LinkResponse]"
 
 
-Answer = TypeVar("Answer", engine_pb2.SendBlocksResponse, engine_pb2.GetPinsResponse)
+Answer = TypeVar("Answer", engine_pb2.SendBlocksResponse, engine_pb2.GetPinsResponse, engine_pb2.EndPinsResponse)
 
 BlocksContext: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.SendBlocksRequest, engine_pb2.SendBlocksResponse]"
 
@@ -115,7 +115,11 @@ def _handler(servicer: "EngineServicer") -> "grpc.GenericRpcHandler[Any, Any]":
     pins = grpc.unary_unary_rpc_method_handler(
         servicer.GetPins, bounded_parser(engine_pb2.GetPinsRequest), engine_pb2.GetPinsResponse.SerializeToString
     )
-    return grpc.method_handlers_generic_handler(SERVICE, {"Link": link, "SendBlocks": blocks, "GetPins": pins})
+    ended = grpc.unary_unary_rpc_method_handler(
+        servicer.EndPins, bounded_parser(engine_pb2.EndPinsRequest), engine_pb2.EndPinsResponse.SerializeToString
+    )
+    methods = {"Link": link, "SendBlocks": blocks, "GetPins": pins, "EndPins": ended}
+    return grpc.method_handlers_generic_handler(SERVICE, methods)
 
 
 class EngineServicer:
@@ -178,10 +182,17 @@ class EngineServicer:
             return engine_pb2.GetPinsResponse()
         return await self._answer(context, self._exchange.pins(request))
 
+    async def EndPins(
+        self, request: engine_pb2.EndPinsRequest, context: "grpc.aio.ServicerContext[Any, Any]"
+    ) -> engine_pb2.EndPinsResponse:
+        if self._exchange is None:
+            return engine_pb2.EndPinsResponse()
+        return await self._answer(context, self._exchange.end_pins(request))
+
     async def _answer(
         self, context: "grpc.aio.ServicerContext[Any, Any]", answer: Coroutine[Any, Any, Answer]
     ) -> Answer:
-        """Answers another replica of the cluster."""
+        """Answers a router, or another replica of the cluster."""
         if not self._security.admits(context.invocation_metadata() or ()):
             answer.close()
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSED)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from holdfast.worker.cache.block_pool import BlockAllocator
+from holdfast.worker.cache.pins import Pin
 from holdfast.worker.cache.prefix_cache import BlockStored, HashChain
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.cache.window_blocks import NOTHING_SEEN, WindowBlocks, WindowPrefix
@@ -139,6 +140,11 @@ def states_left_by(scheduled: ScheduledSequence) -> int:
 OnPinned = Callable[[list[bytes], bytes | None, str, float], None]
 """Called with the hashes of a pinned prefix's blocks, that of the block before its snapshot, tenant and seconds."""
 
+OnUnpinned = Callable[[list[bytes], str], None]
+"""Called with the hashes of blocks that are not to be pinned, the last of a prefix first, and their tenant; no hashes:
+all of the tenant's.
+"""
+
 
 class Pinning:
     """Pins the full blocks of prefixes; of a model that keeps states, the deepest snapshot in it; of one with windows,
@@ -152,6 +158,7 @@ class Pinning:
         self.next_end_s = float("inf")
         """Time at which `end` may have something to do."""
         self.on_pinned: OnPinned | None = None
+        self.on_unpinned: OnUnpinned | None = None
 
     def end(self, now: float) -> None:
         """Pins end whose time is up."""
@@ -203,6 +210,56 @@ class Pinning:
             num_tokens = (len(prefix.hashes) - 1) * self._allocator.block_size
             chain = HashChain.known(prefix.hashes)
             self._pin(chain, range(num_tokens), num_tokens, prefix.tenant, now, prefix.ttl_s)
+
+    def unpin_all(self, tenant: str) -> int:
+        """Ends all pins of a tenant; the number of its blocks."""
+        blocks = self._allocator.pins.of(tenant)
+        self._allocator.unpin(blocks)
+        if self._slots is not None:
+            self._slots.unpin_all(tenant)
+        self._report_unpinned([], tenant)
+        return len(blocks)
+
+    def unpin(self, tenant: str, last_hash: bytes) -> int:
+        """Ends the pin of the prefix whose last block has this hash; the number of its blocks. Blocks of another pinned
+        prefix stay pinned as long as that is. O(pinned blocks).
+        """
+        cache, pins = self._allocator.prefix_cache, self._allocator.pins
+        block_id = cache.block_of(last_hash)
+        pin = None if block_id is None else pins.by_block.get(block_id)
+        if pin is None or pin.tenant != tenant:
+            self._report_unpinned([last_hash], tenant)
+            return 0
+        continuations: dict[bytes, list[int]] = {}
+        for pinned in pins.by_block.keys() & cache.contents.keys():
+            continuations.setdefault(cache.contents[pinned].parent_hash, []).append(pinned)
+        hashes: list[bytes] = []
+        while block_id in pins.by_block and pins.by_block[block_id].until_s <= pin.until_s:
+            content = cache.contents[block_id]
+            after = [
+                pins.by_block[one].until_s for one in continuations.get(content.block_hash, ()) if one in pins.by_block
+            ]
+            if after:
+                pins.shorten(block_id, max(after))
+            else:
+                self._allocator.unpin([block_id])
+                hashes.append(content.block_hash)
+            block_id = cache.block_of(content.parent_hash)
+        self._unpin_along(hashes, pin)
+        self._report_unpinned(hashes or [last_hash], tenant)
+        return len(hashes)
+
+    def _unpin_along(self, hashes: list[bytes], pin: Pin) -> None:
+        """Unpins the snapshots and the blocks of windows that were pinned along with these blocks."""
+        cache, pins = self._allocator.prefix_cache, self._allocator.pins
+        along = [one for one in pins.of(pin.tenant) if one not in cache.contents and pins.by_block[one] == pin]
+        self._allocator.unpin(along)  # of layers with a window
+        if self._slots is not None:
+            self._slots.unpin(hashes, pin.tenant)
+
+    def _report_unpinned(self, hashes: list[bytes], tenant: str) -> None:
+        if self.on_unpinned is not None:
+            self.on_unpinned(hashes, tenant)
 
     def _pin(
         self,

@@ -130,6 +130,7 @@ LINK_BOUNDS: Final[Bounds] = {
     "holdfast.v1.BlockSource": {"address": _NAME},
     "holdfast.v1.TakePins": {"address": _NAME},
     "holdfast.v1.GetPinsRequest": {"kind": _NAME},
+    "holdfast.v1.EndPinsRequest": dict.fromkeys(("tenant", "prefix"), _NAME),
     "holdfast.v1.TokenSequence": {"ids": Bound(count=2**20)},
     "holdfast.v1.SetLogLevel": {"level": _NAME},
     "holdfast.v1.SendBlocksRequest": {"kind": _NAME, "names": Bound(size=2**22)},

@@ -5,6 +5,7 @@ the request that computed it. Who reads keys and values of another breaks a prom
 """
 
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
@@ -13,6 +14,7 @@ from zlib import crc32
 from holdfast.cluster.simulate.kernel.timeline import Violation
 from holdfast.router.requests.reading_journal import SIZE
 from holdfast.worker.engine.tier_mover import KV
+from holdfast.worker.request import PinnedPrefix
 from holdfast.worker.scheduler.scheduler import Scheduler
 from holdfast.worker.step_plan import StateCopy, StepPlan
 
@@ -33,11 +35,16 @@ class Row(NamedTuple):
 
 
 class SimulatedDisk:
-    """All that the replicas of a host have stored."""
+    """All that the replicas of a host have stored, within a bound: the least recently used rows go first, and kept ones
+    last.
+    """
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, now: Callable[[], float], max_rows: int) -> None:
         self._rng = rng
-        self._rows: dict[tuple[str, bytes], tuple[Row, int]] = {}  # by kind and name, with the digest
+        self._now = now
+        self._max_rows = max_rows
+        self._rows: OrderedDict[tuple[str, bytes], tuple[Row, int]] = OrderedDict()  # by kind and name, with the digest
+        self._kept: dict[tuple[str, bytes], tuple[str, float]] = {}  # tenant and expiry time
         self.slowness = 1.0
         self.num_read = 0
         self.movers: list[Any] = []
@@ -46,8 +53,27 @@ class SimulatedDisk:
     def names(self, kind: str) -> list[bytes]:
         return [name for found, name in self._rows if found == kind]
 
-    def put(self, kind: str, name: bytes, row: Row) -> None:
+    def put(self, kind: str, name: bytes, row: Row) -> list[tuple[str, bytes]]:
+        """Stores a row; the kinds and names that were evicted."""
         self._rows.setdefault((kind, name), (row, row.digest))
+        evicted = []
+        while len(self._rows) > self._max_rows:
+            first = next((key for key in self._rows if self._kept.get(key, ("", 0.0))[1] <= self._now()), None)
+            evicted.append(first or next(iter(self._rows)))
+            del self._rows[evicted[-1]]
+        return evicted
+
+    def keep(self, kind: str, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
+        """Does as `BlockStore.keep`, without shares."""
+        if ttl_s > 0:
+            self._kept |= {(kind, name): (tenant, self._now() + ttl_s) for name in names}
+        else:
+            wanted = {(kind, name) for name in names}
+            self._kept = {
+                key: kept
+                for key, kept in self._kept.items()
+                if kept[0] != tenant or key[0] != kind or (wanted and key not in wanted)
+            }
 
     def get(self, kind: str, name: bytes) -> Row | None:
         """None if it is missing or damaged."""
@@ -55,6 +81,7 @@ class SimulatedDisk:
         if found is None:
             return None
         self.num_read += 1
+        self._rows.move_to_end((kind, name))
         if not is_whole(*found):
             del self._rows[kind, name]
             return None
@@ -124,6 +151,10 @@ class Owners:
                 if self[block_id] != owner:
                     raise Violation(f"a request of {owner} reads a block of {self[block_id]}")
             self._owners.update(dict.fromkeys(sequence.block_ids[num_read:], owner))
+
+    def pinned(self, now: float) -> list[PinnedPrefix]:
+        """Prefixes that are pinned."""
+        return self._scheduler.pinning.held(now)
 
     def check_pins(self) -> None:
         """Raises `Violation` for a block that is pinned for another tenant than the one whose request computed it."""

@@ -49,18 +49,23 @@ class SimulatedMover:
         self._after(0.003 * self._slowness, self._put, self._rows(places))
 
     def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
-        """The disk has room for all."""
+        assert self._disk is not None, "there is something to store to"
+        self._disk.keep(self.kind, names, tenant, ttl_s)
 
     def _put(self, rows: list[tuple[bytes, Row]]) -> None:
         assert self._disk is not None, "there is something to store to"
+        evicted: list[tuple[str, bytes]] = []
         for name, row in rows:
-            self._disk.put(self.kind, name, row)
+            evicted += self._disk.put(self.kind, name, row)
+        gone = set(evicted)
         for mover in self._disk.movers:
-            mover._hear(self.kind, [name for name, _ in rows])
+            mover._hear(self.kind, [name for name, _ in rows if (self.kind, name) not in gone], evicted)
 
-    def _hear(self, kind: str, names: list[bytes]) -> None:
-        if kind == self.kind:
-            self._after(0.001, self._post, lambda: self.tier.learn(names, ()) if self.tier else None)
+    def _hear(self, kind: str, names: list[bytes], evicted: Sequence[tuple[str, bytes]]) -> None:
+        came = names if kind == self.kind else []
+        gone = [name for of, name in evicted if of == self.kind]
+        if came or gone:
+            self._after(0.001, self._post, lambda: self.tier.learn(came, gone) if self.tier else None)
 
     def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
         if not names:
@@ -103,8 +108,7 @@ class SimulatedMover:
 
     def pins(self) -> list[PinnedPrefix]:
         """Prefixes pinned now."""
-        assert self.tier is not None, "it was looked at"
-        return self.tier.takeover.held(self.now())
+        return self._owners.pinned(self.now())
 
     def send(self, number: int, places: Sequence[Place]) -> None:
         incoming = self._outgoing[number]

@@ -212,6 +212,23 @@ class SimulatedReplica(Process):
             case SendAbort():
                 self._post(partial(self.core.abort, self._links[connection].key(message.attempt)))
 
+    def unpin(self, tenant: str) -> None:
+        """An operator ends the pins of a tenant."""
+        self._post(partial(self._unpin_all, tenant))
+
+    def _unpin_all(self, tenant: str) -> None:
+        self.core.scheduler.pinning.unpin_all(tenant)
+
+    def unpin_one(self) -> None:
+        """An operator ends one pin, the one that lasts longest."""
+        self._post(self._unpin_one)
+
+    def _unpin_one(self) -> None:
+        pinning = self.core.scheduler.pinning
+        held = max(pinning.held(self.clock), key=lambda one: (one.ttl_s, one.hashes), default=None)
+        if held is not None:
+            pinning.unpin(held.tenant, held.hashes[-1])
+
     def _take_pins(self, address: str) -> None:
         """Does as `worker/replica/block_exchange.py`."""
         if self._mover is not None and self.transfers is not None:

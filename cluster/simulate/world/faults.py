@@ -47,7 +47,7 @@ class Cluster(Protocol):
 
 def draw_faults(rng: random.Random, span_s: float, num_routers: int, num_replicas: int) -> list[SimulatedFault]:
     """Draws up to a dozen faults, of few kinds or of many."""
-    drawn = tuple(kind for kind in KINDS if kind not in (UPDATE, *DISK_KINDS, *TRANSFER_KINDS))
+    drawn = tuple(kind for kind in KINDS if kind not in (UPDATE, *DISK_KINDS, *TRANSFER_KINDS, *PIN_KINDS))
     kinds = rng.sample(drawn, rng.randint(1, len(drawn)))
     faults = [
         SimulatedFault(
@@ -81,15 +81,19 @@ def draw_updates(rng: random.Random, span_s: float, num_replicas: int) -> list[S
     ]
 
 
-def draw_store_faults(rng: random.Random, span_s: float, kinds: Sequence[str]) -> list[SimulatedFault]:
-    """Draws a few faults of the disk that has the replicas' block stores, or of transfers between replicas."""
+def draw_store_faults(
+    rng: random.Random, span_s: float, kinds: Sequence[str], num_replicas: int = 1
+) -> list[SimulatedFault]:
+    """Draws a few faults of the disk that has the replicas' block stores, or of transfers between replicas, or orders
+    of operators that end pins.
+    """
     return [
         SimulatedFault(
             kind=rng.choice(kinds),
             time_s=rng.uniform(0, 1.2 * span_s),
             duration_s=rng.choice((0.5, 2.0)),
             router=0,
-            replica=0,
+            replica=rng.randrange(num_replicas) if num_replicas > 1 else 0,
             size=rng.random(),
         )
         for _ in range(rng.choice((0, 1, 3, 6)))
@@ -258,8 +262,22 @@ def _heal_transfers(transfers: SimulatedTransfers) -> None:
     transfers.slowness, transfers.damage = 1.0, 0.0
 
 
+def _unpin(cluster: Cluster, fault: SimulatedFault) -> None:
+    """An operator's order: all pins of a tenant end on all replicas, or one pin on one of them."""
+    replica = cluster.replicas[fault.replica]
+    if fault.size < 0.5 and replica.is_up:
+        replica.unpin_one()
+    elif fault.size >= 0.5:
+        tenant = TENANTS[int(fault.size * 100) % len(TENANTS)]
+        for one in cluster.replicas:
+            if one.is_up:
+                one.unpin(tenant)
+
+
 UPDATE: Final = "update replicas"
 TRANSFER_KINDS: Final = ("cut transfers", "damage transfers", "slow transfers")
+PIN_KINDS: Final = ("unpin",)
+TENANTS: Final = ("", "gold", "free")
 DISK_KINDS: Final = ("lose disk", "damage disk", "slow disk")
 
 KINDS: Final[dict[str, Callable[[Cluster, SimulatedFault], None]]] = {
@@ -283,4 +301,5 @@ KINDS: Final[dict[str, Callable[[Cluster, SimulatedFault], None]]] = {
     "cut transfers": _cut_transfers,
     "damage transfers": _damage_transfers,
     "slow transfers": _slow_transfers,
+    "unpin": _unpin,
 }

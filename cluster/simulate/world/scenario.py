@@ -19,6 +19,7 @@ from holdfast.cluster.simulate.oracle.pseudo_runner import PROPOSERS, PseudoRunn
 from holdfast.cluster.simulate.world.attacks import Attack, draw_attack
 from holdfast.cluster.simulate.world.faults import (
     DISK_KINDS,
+    PIN_KINDS,
     TRANSFER_KINDS,
     SimulatedFault,
     draw_faults,
@@ -51,6 +52,8 @@ class Scenario:
     faults: list[SimulatedFault]
     has_disk: bool
     """Replicas have a block store below their caches, all of them one."""
+    max_disk_rows: int
+    """Blocks and states that fit on the disk."""
     has_transfers: bool
     """Blocks go from one replica to another."""
     attack: Attack | None
@@ -112,6 +115,7 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
             *draw_updates(random.Random(f"update {seed}"), span_s, num_replicas),
         ],
         has_disk=has_disk,
+        max_disk_rows=random.Random(f"disk size {seed}").choice((12, 60, 1_000_000)),
         has_transfers=has_transfers,
         attack=attack,
     )
@@ -119,6 +123,9 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
         scenario.faults.extend(draw_store_faults(random.Random(f"disk faults {seed}"), span_s, DISK_KINDS))
     if has_transfers:
         scenario.faults.extend(draw_store_faults(random.Random(f"transfer faults {seed}"), span_s, TRANSFER_KINDS))
+    if any(planned.request.cache_ttl_s or planned.request.cache_marks for planned in scenario.requests):
+        unpin = draw_store_faults(random.Random(f"unpin {seed}"), span_s, PIN_KINDS, num_replicas)
+        scenario.faults.extend(unpin)
     scenario.faults.sort(key=lambda fault: fault.time_s)
     return _without_trouble(scenario) if is_quiet else scenario
 

@@ -131,7 +131,10 @@ class World:
         self.scenario = scenario
         self.timeline = Timeline(watch)
         self.network = Network(self.timeline, rng, scenario.latency_s)
-        self.disk = SimulatedDisk(random.Random(f"disk {scenario.seed}")) if scenario.has_disk else None
+        self.disk = None
+        if scenario.has_disk:
+            disk_rng = random.Random(f"disk {scenario.seed}")
+            self.disk = SimulatedDisk(disk_rng, lambda: self.timeline.now, scenario.max_disk_rows)
         self.transfers = None
         if scenario.has_transfers:
             self.transfers = SimulatedTransfers(random.Random(f"transfers {scenario.seed}"), self.timeline.after)

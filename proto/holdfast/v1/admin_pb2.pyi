@@ -96,6 +96,58 @@ class SetLogLevelResponse(_message.Message):
     revision: int
     def __init__(self, revision: _Optional[int] = ...) -> None: ...
 
+class ListPinsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListPinsResponse(_message.Message):
+    __slots__ = ("pins", "unheard")
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    UNHEARD_FIELD_NUMBER: _ClassVar[int]
+    pins: _containers.RepeatedCompositeFieldContainer[Pin]
+    unheard: _containers.RepeatedCompositeFieldContainer[UnheardReplica]
+    def __init__(self, pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., unheard: _Optional[_Iterable[_Union[UnheardReplica, _Mapping]]] = ...) -> None: ...
+
+class Pin(_message.Message):
+    __slots__ = ("replica_id", "model", "tenant", "prefix", "num_tokens", "seconds_left")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    model: str
+    tenant: str
+    prefix: str
+    num_tokens: int
+    seconds_left: float
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., prefix: _Optional[str] = ..., num_tokens: _Optional[int] = ..., seconds_left: _Optional[float] = ...) -> None: ...
+
+class UnheardReplica(_message.Message):
+    __slots__ = ("replica_id", "reason")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    reason: str
+    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("tenant", "prefix")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    prefix: str
+    def __init__(self, tenant: _Optional[str] = ..., prefix: _Optional[str] = ...) -> None: ...
+
+class UnpinResponse(_message.Message):
+    __slots__ = ("num_blocks", "unheard")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    UNHEARD_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    unheard: _containers.RepeatedCompositeFieldContainer[UnheardReplica]
+    def __init__(self, num_blocks: _Optional[int] = ..., unheard: _Optional[_Iterable[_Union[UnheardReplica, _Mapping]]] = ...) -> None: ...
+
 class DumpStateRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -70,6 +70,16 @@ class AdminServiceStub(object):
                 request_serializer=holdfast_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.ListPins = channel.unary_unary(
+                '/holdfast.v1.AdminService/ListPins',
+                request_serializer=holdfast_dot_v1_dot_admin__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_admin__pb2.ListPinsResponse.FromString,
+                _registered_method=True)
+        self.Unpin = channel.unary_unary(
+                '/holdfast.v1.AdminService/Unpin',
+                request_serializer=holdfast_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_admin__pb2.UnpinResponse.FromString,
+                _registered_method=True)
         self.DumpState = channel.unary_unary(
                 '/holdfast.v1.AdminService/DumpState',
                 request_serializer=holdfast_dot_v1_dot_admin__pb2.DumpStateRequest.SerializeToString,
@@ -145,6 +155,20 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPins(self, request, context):
+        """ListPins returns the prefixes that replicas keep because requests asked for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Unpin(self, request, context):
+        """Unpin ends pins of a tenant on all replicas before their time is up. Later requests may pin again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DumpState(self, request, context):
         """DumpState returns this router's state for a bug report: no keys, no prompts, no outputs.
         """
@@ -212,6 +236,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=holdfast_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=holdfast_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=holdfast_dot_v1_dot_admin__pb2.ListPinsRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_admin__pb2.ListPinsResponse.SerializeToString,
+            ),
+            'Unpin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Unpin,
+                    request_deserializer=holdfast_dot_v1_dot_admin__pb2.UnpinRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_admin__pb2.UnpinResponse.SerializeToString,
             ),
             'DumpState': grpc.unary_unary_rpc_method_handler(
                     servicer.DumpState,
@@ -424,6 +458,60 @@ class AdminService(object):
             '/holdfast.v1.AdminService/UnloadAdapter',
             holdfast_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
             holdfast_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.AdminService/ListPins',
+            holdfast_dot_v1_dot_admin__pb2.ListPinsRequest.SerializeToString,
+            holdfast_dot_v1_dot_admin__pb2.ListPinsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Unpin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.AdminService/Unpin',
+            holdfast_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
+            holdfast_dot_v1_dot_admin__pb2.UnpinResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -138,6 +138,20 @@ class PinnedPrefix(_message.Message):
     hashes: bytes
     def __init__(self, tenant: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
+class EndPinsRequest(_message.Message):
+    __slots__ = ("tenant", "prefix")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    prefix: bytes
+    def __init__(self, tenant: _Optional[str] = ..., prefix: _Optional[bytes] = ...) -> None: ...
+
+class EndPinsResponse(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
 class SendBlocksRequest(_message.Message):
     __slots__ = ("kind", "names", "lasts_ms", "as_computed")
     KIND_FIELD_NUMBER: _ClassVar[int]

@@ -49,6 +49,11 @@ class EngineStub(object):
                 request_serializer=holdfast_dot_v1_dot_engine__pb2.GetPinsRequest.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_engine__pb2.GetPinsResponse.FromString,
                 _registered_method=True)
+        self.EndPins = channel.unary_unary(
+                '/holdfast.v1.Engine/EndPins',
+                request_serializer=holdfast_dot_v1_dot_engine__pb2.EndPinsRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_engine__pb2.EndPinsResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer(object):
@@ -71,7 +76,14 @@ class EngineServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetPins(self, request, context):
-        """GetPins returns the pinned prefixes of a replica that is leaving, for another replica to pin them.
+        """GetPins returns the pinned prefixes: of a replica that is leaving, for another one to pin them, or for an operator.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndPins(self, request, context):
+        """EndPins ends pins before their time is up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,6 +106,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.GetPins,
                     request_deserializer=holdfast_dot_v1_dot_engine__pb2.GetPinsRequest.FromString,
                     response_serializer=holdfast_dot_v1_dot_engine__pb2.GetPinsResponse.SerializeToString,
+            ),
+            'EndPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndPins,
+                    request_deserializer=holdfast_dot_v1_dot_engine__pb2.EndPinsRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_engine__pb2.EndPinsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -177,6 +194,33 @@ class Engine(object):
             '/holdfast.v1.Engine/GetPins',
             holdfast_dot_v1_dot_engine__pb2.GetPinsRequest.SerializeToString,
             holdfast_dot_v1_dot_engine__pb2.GetPinsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.Engine/EndPins',
+            holdfast_dot_v1_dot_engine__pb2.EndPinsRequest.SerializeToString,
+            holdfast_dot_v1_dot_engine__pb2.EndPinsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,7 +1,7 @@
 """gRPC servicer of operators, `holdfast.v1.AdminService`."""
 
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any, Final
@@ -17,6 +17,7 @@ from holdfast.router.cluster_control import (
     ScaleModel,
     UpdateModel,
 )
+from holdfast.router.links.replica_pins import UnheardReplica
 from holdfast.v1 import admin_pb2
 from holdfast.worker.errors import InvalidRequestError
 
@@ -62,6 +63,16 @@ class AdminServicer:
         await self._checked(context).unload_adapter(message.name)
         return admin_pb2.UnloadAdapterResponse()
 
+    async def ListPins(self, _: admin_pb2.ListPinsRequest, context: Context) -> admin_pb2.ListPinsResponse:
+        pins, unheard = await self._checked(context).pins.listed()
+        return admin_pb2.ListPinsResponse(
+            pins=[admin_pb2.Pin(**one._asdict()) for one in pins], unheard=_unheard(unheard)
+        )
+
+    async def Unpin(self, message: admin_pb2.UnpinRequest, context: Context) -> admin_pb2.UnpinResponse:
+        num_blocks, unheard = await self._checked(context).pins.unpin(message.tenant, message.prefix)
+        return admin_pb2.UnpinResponse(num_blocks=num_blocks, unheard=_unheard(unheard))
+
     async def DumpState(self, message: admin_pb2.DumpStateRequest, context: Context) -> admin_pb2.DumpStateResponse:
         return admin_pb2.DumpStateResponse(json=self._checked(context).dump())
 
@@ -96,6 +107,10 @@ class AdminServicer:
         peer = str(context.peer())
         self._operators.check("" if peer.startswith(_LOOPBACK) else f"this one comes from {peer}")
         return self._operators
+
+
+def _unheard(replicas: Iterable[UnheardReplica]) -> list[admin_pb2.UnheardReplica]:
+    return [admin_pb2.UnheardReplica(**one._asdict()) for one in replicas]
 
 
 _CHANGES: Final[dict[str, type[Any]]] = {

@@ -51,6 +51,13 @@ class LogLevelBody(OrderBody):
     level: str
 
 
+class UnpinBody(OrderBody):
+    """Tenant whose pins end: all, or that of one prefix, as `GET /admin/pins` names it."""
+
+    tenant: str
+    prefix: str = ""
+
+
 class LoadAdapterBody(OrderBody):
     """The folder of an adapter, and the name that requests give as their model; `model` is the base's, if there are
     several. `load_inplace` replaces another adapter of that name.
@@ -85,6 +92,7 @@ class AdminEndpoints:
         "/admin/pause": (PauseBody, "Pauses a model: its new requests wait, or are refused."),
         "/admin/resume": (ResumeBody, "Resumes a paused model."),
         "/admin/log-level": (LogLevelBody, "Sets the log level of routers and replicas."),
+        "/admin/unpin": (UnpinBody, "Ends pins of a tenant before their time is up."),
         "/v1/load_lora_adapter": (LoadAdapterBody, "Serves a LoRA adapter under its own name."),
         "/v1/unload_lora_adapter": (UnloadAdapterBody, "Unloads a LoRA adapter."),
     }
@@ -99,18 +107,29 @@ class AdminEndpoints:
 
     def routes(self) -> list[tuple[str, str, Endpoint]]:
         """Method, path and endpoint of each."""
-        orders: dict[str, Callable[[Any, str], Awaitable[int | str]]] = {
+        orders: dict[str, Callable[[Any, str], Awaitable[int | str | dict[str, Any]]]] = {
             "/admin/replicas/{replica_id}/drain": lambda _, replica_id: self._operators.drain(replica_id),
             "/admin/replicas/{replica_id}/undrain": lambda _, replica_id: self._operators.undrain(replica_id),
             "/admin/replicas/{replica_id}/kill": lambda _, replica_id: self._operators.kill(replica_id),
             "/admin/pause": lambda body, _: self._operators.pause(body.model, body.refuse),
             "/admin/resume": lambda body, _: self._operators.resume(body.model),
             "/admin/log-level": lambda body, _: self._operators.set_log_level(body.level),
+            "/admin/unpin": lambda body, _: self._unpin(body),
             "/v1/load_lora_adapter": lambda body, _: self._load_adapter(body),
             "/v1/unload_lora_adapter": lambda body, _: self._unload_adapter(body),
         }
         posts = [("POST", path, self._order(self.bodies[path][0], order)) for path, order in orders.items()]
-        return [*posts, ("GET", "/admin/state", self.state)]
+        return [*posts, ("GET", "/admin/state", self.state), ("GET", "/admin/pins", self.pins)]
+
+    async def _unpin(self, body: UnpinBody) -> dict[str, Any]:
+        num_blocks, unheard = await self._operators.pins.unpin(body.tenant, body.prefix)
+        return {"num_blocks": num_blocks, "unheard": [one._asdict() for one in unheard]}
+
+    async def pins(self, request: Request) -> ASGIApp:
+        """Answers `GET /admin/pins`."""
+        self._operators.check(_not_local(request))
+        pins, unheard = await self._operators.pins.listed()
+        return json_response({"pins": [one._asdict() for one in pins], "unheard": [one._asdict() for one in unheard]})
 
     async def _load_adapter(self, body: LoadAdapterBody) -> str:
         name = body.lora_name
@@ -126,8 +145,8 @@ class AdminEndpoints:
         self._operators.check(_not_local(request))
         return Response(self._operators.dump(), media_type=JSON)
 
-    def _order(self, body: type[Reads], order: Callable[[Any, str], Awaitable[int | str]]) -> Endpoint:
-        """An order's answer is its revision, or a text."""
+    def _order(self, body: type[Reads], order: Callable[[Any, str], Awaitable[int | str | dict[str, Any]]]) -> Endpoint:
+        """An order's answer is its revision, a text, or an object."""
 
         async def call(request: Request) -> ASGIApp:
             self._operators.check(_not_local(request))
@@ -136,9 +155,9 @@ class AdminEndpoints:
                 raise InvalidRequestError("body", len(content), f"a command must have at most {MAX_BYTES} bytes")
             read = body.read(content or b"{}", self._bounds)
             done = await order(read, request.path_params.get("replica_id", ""))
-            return (
-                Response(done, media_type="text/plain") if isinstance(done, str) else json_response({"revision": done})
-            )
+            if isinstance(done, str):
+                return Response(done, media_type="text/plain")
+            return json_response({"revision": done} if isinstance(done, int) else done)
 
         return call
 

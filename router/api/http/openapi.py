@@ -81,6 +81,7 @@ def description() -> dict[str, Any]:
     paths: dict[str, Any] = {path: {"post": _post(path, *body)} for path, body in _BODIES.items()}
     paths |= {path: {"get": _get(summary, {"type": "object"})} for path, summary in _READS.items()}
     paths |= {path: {"post": _order(path, *body)} for path, body in AdminEndpoints.bodies.items()}
+    paths["/admin/pins"] = {"get": _of_operators(_get("The prefixes that replicas keep on request.", _OBJECT))}
     paths["/admin/state"] = {"get": _of_operators(_get("A dump of the router's state, for a bug report.", _OBJECT))}
     paths["/v1/models/{model}"] = {
         "get": {**_get("One of them.", {"type": "object"}), "parameters": [_in_path("model")]}

@@ -241,6 +241,15 @@ def let_pins_leak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pins, "end", lambda self, now: [])
 
 
+def shorten_pins_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pin that another one makes shorter stays until its first time is up."""
+
+    def shorten(self: Pins, block_id: int, until_s: float) -> None:
+        self.by_block[block_id] = self.by_block[block_id]._replace(until_s=until_s)
+
+    monkeypatch.setattr(Pins, "shorten", shorten)
+
+
 def pin_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """What another replica hands on is pinned on the account of no tenant."""
     keep = Pinning.keep

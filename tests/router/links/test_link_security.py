@@ -206,6 +206,7 @@ def test_both_ends_of_a_link_speak_protobuf():
         "Link": ("LinkRequest", "LinkResponse"),
         "SendBlocks": ("SendBlocksRequest", "SendBlocksResponse"),
         "GetPins": ("GetPinsRequest", "GetPinsResponse"),
+        "EndPins": ("EndPinsRequest", "EndPinsResponse"),
     }
     source = (ROOT / "worker/wire/link_responses.py").read_text()
     assert "engine_pb2" in source

@@ -77,6 +77,21 @@ def test_a_tenant_keeps_its_share_and_the_oldest_give_way(tmp_path):
     assert found(store, range(500, 504), SIZE) == set(range(500, 504))
 
 
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+def test_names_are_kept_no_longer_on_order(tmp_path, key):
+    store, gold, free = keeping(tmp_path, Clock(), key=key), [*range(0, 24, 3)], [*range(24, 36, 3)]  # among others
+    store.keep(names_of(gold), "gold", 300)
+    store.keep(names_of(free), "free", 300)
+    put(store, range(36), SIZE)
+    store.keep(names_of(gold), "free", 0)  # of another tenant
+    store.keep(names_of(gold[:2]), "gold", 0)
+    flood(store)
+    assert found(store, range(36), SIZE) == {*gold[2:], *free}
+    store.keep([], "gold", 0)
+    flood(store, 20_000)
+    assert found(store, range(36), SIZE) == set(free)
+
+
 def test_where_nearly_all_is_kept_the_oldest_go_as_without(tmp_path):
     store = keeping(tmp_path, Clock(), share=1.0)
     for number in range(0, 400, 10):

@@ -266,3 +266,17 @@ def test_what_is_pinned_is_kept_in_the_store_as_long():
     names = played.names(tenant="gold")
     assert played.mover.kept == {"gold": (names, 300.0)}
     assert played.mover.stored[: len(names)] == names
+
+
+def test_what_is_unpinned_is_kept_in_the_store_no_longer():
+    played = Played()
+    played.submit("a", cache_ttl_s=300, tenant="gold")
+    played.run()
+    names, pinning = played.names(tenant="gold"), played.core.scheduler.pinning
+    assert pinning.unpin("gold", names[-1][1:]) == 8
+    played.idle()
+    assert set(names) < set(played.mover.kept["gold"][0]), "snapshots are named as well"
+    assert played.mover.kept["gold"][1] == 0.0
+    pinning.unpin_all("free")
+    played.idle()
+    assert played.mover.kept["free"] == ([], 0.0)

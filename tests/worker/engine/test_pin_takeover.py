@@ -14,7 +14,7 @@ def held_of(prompt=PROMPT, now: float = 0.0, **service) -> list[PinnedPrefix]:
     leaving = Played(pinned_share=1.0)
     leaving.submit("kept", prompt, **service)
     leaving.run()
-    return leaving.tier.takeover.held(now)
+    return leaving.core.scheduler.pinning.held(now)
 
 
 def pinned(played: Played) -> int:
@@ -127,3 +127,19 @@ def test_it_is_dropped(way):
         played.core.forget_cache()
     played.idle()
     assert (pinned(played), played.tier.moves) == (0, set())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_an_operator_ends_is_not_pinned_once_it_comes(whole):
+    played, taken = Played(num_blocks=40), held_of(cache_ttl_s=300)
+    played.tier.takeover.take(taken, THERE, now=0.0)
+    pinning = played.core.scheduler.pinning
+    pinning.unpin_all("another")
+    pinning.unpin("", bytes(16))
+    if whole:
+        pinning.unpin_all("")
+    else:
+        pinning.unpin("", taken[0].hashes[-1])
+    played.tier.restores.note_piece(1)
+    played.idle(1.0)
+    assert (pinned(played), played.stats.num_received_tokens) == (0, 32)

@@ -170,7 +170,9 @@ class _Peer:
     [("ipv4:127.0.0.1:5", True), ("ipv6:%5B::1%5D:5", True), ("ipv4:10.0.0.7:5", False), ("ipv6:[fe80::1]:5", False)],
 )
 def test_without_keys_callers_of_this_machine_alone_are_heard(peer: str, may: bool):
-    servicer = AdminServicer(Operators(None, None, gate=Gate(), send=None, operator_state=None, dump=lambda: "{}"))
+    servicer = AdminServicer(
+        Operators(None, None, gate=Gate(), send=None, operator_state=None, dump=lambda: "{}", pins=None)
+    )
     call = servicer.DumpState(pb.DumpStateRequest(), _Peer(peer))
     if may:
         assert asyncio.run(call).json == "{}"
@@ -272,7 +274,7 @@ async def test_a_cancelled_change_is_undone_and_a_router_without_a_cluster_has_n
 def test_no_method_is_open_to_another_machine_without_keys(method):
     """Whatever a method does: this one and those that are still to come."""
     operators = Operators(
-        None, None, gate=Gate(), send=None, operator_state=None, dump=lambda: "{}", control=_Control()
+        None, None, gate=Gate(), send=None, operator_state=None, dump=lambda: "{}", pins=None, control=_Control()
     )
     request = getattr(pb, method.input_type.name)()
     call = getattr(AdminServicer(operators), method.name)(request, _Peer("ipv4:10.0.0.7:5"))
