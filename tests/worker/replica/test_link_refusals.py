@@ -5,7 +5,8 @@ import asyncio
 import grpc
 import pytest
 
-from tests.worker.replica.link_peer import INFO, TIMEOUT_S, over_a_link
+from tests.router.api.grpc.paths import PATHS, send_path
+from tests.worker.replica.link_peer import INFO, TIMEOUT_S, Router, over_a_link
 
 
 def test_bad_attempts_are_rejected_by_field_and_the_link_goes_on(engine):
@@ -80,5 +81,16 @@ def test_an_attempt_whose_time_is_up_is_rejected_as_late(engine):
         await router.read_until(lambda: 1 in router.rejected and 2 in router.finished)
         assert router.rejected[1].deadline_exceeded
         assert router.rejected[1].retry_after_ms == 0
+
+    over_a_link(engine, scenario)
+
+
+def test_a_path_that_is_no_text_does_not_end_the_link(engine):
+    async def scenario(router, server):
+        for path in PATHS:
+            await send_path(server.address, path)
+        second = Router(server.address)
+        assert (await second.hello()).replica_id == "r0"
+        await second.close()
 
     over_a_link(engine, scenario)
