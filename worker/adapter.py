@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -14,7 +15,11 @@ WEIGHTS: Final = "adapter_model.safetensors"
 _PICKLES: Final = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@+-]*(/[A-Za-z0-9][A-Za-z0-9._:@+-]*)*")
 _MAX_NAME: Final = 200  # characters
+_MAX_SHOWN: Final = 300
+"""Characters of a path in messages."""
 _PIECE: Final = 1 << 20  # bytes read at a time
+_LIMITS: Final = {CONFIG: 1 << 20, WEIGHTS: 8 << 30}
+"""Largest files that are read, in bytes."""
 
 
 class Adapter(NamedTuple):
@@ -31,13 +36,12 @@ class Adapter(NamedTuple):
     def in_folder(cls, name: str, path: str) -> "Adapter":
         """The adapter that lies in a folder now. Reads all of it. Raises `ConfigurationError`."""
         check_adapter_name(name)
-        folder = Path(path).expanduser().absolute()
-        given = f"adapter {name} in {path}"
-        check_weights_are_there(given, folder)
+        given = described(name, path)
+        config, weights = files_in(given, path)
         try:
-            return cls(name, digest_of(_pieces(folder / CONFIG), _pieces(folder / WEIGHTS)), str(folder))
+            return cls(name, digest_of(_pieces(config), _pieces(weights)), str(config.parent))
         except OSError as error:
-            raise ConfigurationError(f"{given}: {error.filename} cannot be read ({error.strerror})") from error
+            raise _unreadable(given, error) from error
 
     @property
     def key(self) -> str:
@@ -54,11 +58,53 @@ def check_adapter_name(name: str) -> None:
         )
 
 
-def check_weights_are_there(given: str, folder: Path) -> None:
-    """Raises `ConfigurationError` for a folder that has pickles in place of safetensors."""
-    if not (folder / WEIGHTS).is_file() and (pickles := [one for one in _PICKLES if (folder / one).is_file()]):
-        what = f"{pickles[0]} is a pickle, which may run any code when it is read"
-        raise ConfigurationError(f"{given}: {what}; save the adapter as {WEIGHTS}")
+def described(name: str, path: str) -> str:
+    """An adapter's name and folder, for messages: of a path that is no Unicode, or long, what can be shown."""
+    shown = path[:_MAX_SHOWN].encode(errors="backslashreplace").decode()
+    return f"adapter {name} in {shown}{'...' if len(path) > _MAX_SHOWN else ''}"
+
+
+def files_in(given: str, path: str) -> tuple[Path, Path]:
+    """Config and weights in a folder, by absolute paths. `given`: as `described`.
+
+    Raises `ConfigurationError` unless both are regular files that are not too large: anything else, such as a pipe,
+    may be read for ever. Pickles in place of safetensors are named.
+    """
+    if not path:
+        raise ConfigurationError(f"{given}the current folder: lora_path must not be empty")
+    try:
+        folder = _folder(given, path)
+        _check_file(given, folder / CONFIG)
+        if pickles := [one for one in _PICKLES if not (folder / WEIGHTS).exists() and (folder / one).exists()]:
+            what = f"{pickles[0]} is a pickle, which may run any code when it is read"
+            raise ConfigurationError(f"{given}: {what}; save the adapter as {WEIGHTS}")
+        _check_file(given, folder / WEIGHTS)
+    except OSError as error:
+        raise _unreadable(given, error) from error
+    return folder / CONFIG, folder / WEIGHTS
+
+
+def _folder(given: str, path: str) -> Path:
+    try:
+        folder = Path(path).expanduser().absolute()
+        folder.stat()
+    except (ValueError, RuntimeError) as error:  # a NUL, half a surrogate pair, a user that does not exist
+        raise ConfigurationError(f"{given}: this is no path ({type(error).__name__})") from error
+    return folder
+
+
+def _check_file(given: str, path: Path) -> None:
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigurationError(f"{given}: {path.name} cannot be read (it is no regular file)")
+    if found.st_size > _LIMITS[path.name]:
+        raise ConfigurationError(f"{given}: {path.name} has {found.st_size} bytes; the maximum is {_LIMITS[path.name]}")
+
+
+def _unreadable(given: str, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"{given}: {Path(error.filename or '').name[:_MAX_SHOWN]} cannot be read ({error.strerror})"
+    )
 
 
 def digest_of(config: Iterable[bytes], weights: Iterable[bytes]) -> str:

@@ -10,19 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import regex
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from holdfast.worker.adapter import CONFIG, WEIGHTS, check_adapter_name, check_weights_are_there, digest_of
+from holdfast.worker.adapter import CONFIG, WEIGHTS, check_adapter_name, described, digest_of, files_in
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.adapters import LowRank
 from holdfast.worker.executors.finite import NotFiniteError, check_finite
 
 MAX_RANK: Final = 256  # rank of a LoRA matrix
-MAX_BYTES: Final = 8 << 30
-"""Largest file of weights that is read."""
 MAX_PATTERN: Final = 2000  # characters
+
+_MAX_SHOWN: Final = 200
+"""Characters of a value in messages."""
+_MATCH_S: Final = 0.1
+"""Seconds that a regular expression of a config may take for a module's name."""
 
 _TENSOR: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 
@@ -66,36 +70,31 @@ class AdapterFolder:
 
     def misses(self, known: Iterable[str]) -> list[str]:
         """Modules among `known` that the adapter's targets name and that it has no tensors of."""
-        return sorted(name for name in known if name not in self.modules and _matches(self.targets, name))
+        return sorted(name for name in known if name not in self.modules and _matches(self.given, self.targets, name))
 
 
 def read_adapter(name: str, path: str) -> AdapterFolder:
     """Reads and checks a folder. Raises `ConfigurationError` with the adapter's name and the fault."""
     check_adapter_name(name)
-    given, folder = f"adapter {name} in {path}", Path(path)
-    config_bytes = _read(given, folder / CONFIG, 1 << 20)
-    check_weights_are_there(given, folder)
-    weights = _read(given, folder / WEIGHTS, MAX_BYTES)
+    given = described(name, path)
+    config_bytes, weights = (_read(given, file) for file in files_in(given, path))
     config = _object(given, config_bytes)
     _check_fields(given, config)
     targets = config.get("target_modules")
     found = AdapterFolder(
         given=given,
-        base=str(config.get("base_model_name_or_path") or ""),
+        base=str(config.get("base_model_name_or_path") or "")[:_MAX_SHOWN],
         digest=digest_of([config_bytes], [weights]),
         targets=targets if isinstance(targets, str) else tuple(targets or ()),
         modules=_modules(given, config, weights),
     )
-    if strangers := sorted(name for name in found.modules if not _matches(found.targets, name)):
+    if strangers := sorted(name for name in found.modules if not _matches(given, found.targets, name)):
         raise found.refused(f"it has tensors of {strangers[0]}, which its target_modules do not name")
     return found
 
 
-def _read(given: str, path: Path, most: int) -> bytes:
+def _read(given: str, path: Path) -> bytes:
     try:
-        size = path.stat().st_size
-        if size > most:
-            raise ConfigurationError(f"{given}: {path.name} has {size} bytes; the maximum is {most}")
         return path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{given}: {path.name} cannot be read ({error.strerror})") from error
@@ -113,7 +112,7 @@ def _object(given: str, content: bytes) -> dict[str, Any]:
 
 def _check_fields(given: str, config: Mapping[str, Any]) -> None:
     def refuse(field: str, why: str) -> ConfigurationError:
-        return ConfigurationError(f"{given}: {CONFIG} has {field} = {str(config.get(field))[:200]!r}: {why}")
+        return ConfigurationError(f"{given}: {CONFIG} has {field} = {str(config.get(field))[:_MAX_SHOWN]!r}: {why}")
 
     if config.get("peft_type") != "LORA":
         raise refuse("peft_type", "only LORA is served")
@@ -131,6 +130,11 @@ def _check_fields(given: str, config: Mapping[str, Any]) -> None:
         raise refuse("target_modules", f"a regular expression has at most {MAX_PATTERN} characters")
     if isinstance(targets, str):
         _fullmatch(given, targets, "")
+    if config.get("use_rslora") not in (True, False, None):
+        raise refuse("use_rslora", "must be true or false")
+    for field in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(field) or {}, dict):
+            raise refuse(field, "must be an object")
     for field in sorted(config.keys() - _HARMLESS - _READ):
         if config[field]:
             raise refuse(field, "it changes the adapter's arithmetic, and is not supported")
@@ -146,7 +150,7 @@ def _modules(given: str, config: Mapping[str, Any], weights: bytes) -> dict[str,
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise ConfigurationError(
-                f"{given}: the tensor {name[:200]} is not supported: only linears' lora_A and lora_B"
+                f"{given}: the tensor {name[:_MAX_SHOWN]} is not supported: only linears' lora_A and lora_B"
             )
         if not tensor.is_floating_point() or tensor.dim() != 2 or tensor.itemsize < 2:
             shape = tuple(tensor.shape)
@@ -183,7 +187,10 @@ def _low_rank(given: str, config: Mapping[str, Any], module: str, parts: Mapping
             f"{given}: {module} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}, and {CONFIG} says "
             f"rank {rank:g}"
         )
-    return LowRank(a=a, b=b, scale=alpha / (rank**0.5 if config.get("use_rslora") else rank))
+    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+    if not scale:
+        raise ConfigurationError(f"{given}: {module} has lora_alpha = {alpha:g}, by which nothing would be added")
+    return LowRank(a=a, b=b, scale=scale)
 
 
 def _number(given: str, config: Mapping[str, Any], module: str, field: str, pattern: str) -> float:
@@ -196,20 +203,28 @@ def _number(given: str, config: Mapping[str, Any], module: str, field: str, patt
             found = value
             break
     if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < 1e9:
-        raise ConfigurationError(f"{given}: {CONFIG} has {field} = {str(found)[:200]!r}, and must have a number")
+        raise ConfigurationError(f"{given}: {CONFIG} has {field} = {str(found)[:_MAX_SHOWN]!r}, and must have a number")
     return float(found)
 
 
 def _fullmatch(given: str, pattern: str, name: str) -> bool:
+    """Raises `ConfigurationError` for an invalid pattern, and one that takes too long: a match holds up all threads."""
     try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error as error:
-        raise ConfigurationError(f"{given}: {pattern!r} is no regular expression ({error})") from error
+        return regex.fullmatch(pattern, name, timeout=_MATCH_S, concurrent=True) is not None
+    except regex.error as error:
+        raise ConfigurationError(f"{given}: {_shown(pattern)} is no regular expression ({error})") from error
+    except TimeoutError:
+        limit = f"takes longer than {_MATCH_S} s for {name}: write it without nested repetitions"
+        raise ConfigurationError(f"{given}: the regular expression {_shown(pattern)} {limit}") from None
 
 
-def _matches(targets: str | tuple[str, ...], module: str) -> bool:
+def _shown(pattern: str) -> str:
+    return repr(pattern[:_MAX_SHOWN])
+
+
+def _matches(given: str, targets: str | tuple[str, ...], module: str) -> bool:
     if targets == "all-linear":
         return True
     if isinstance(targets, str):
-        return re.fullmatch(targets, module) is not None
+        return _fullmatch(given, targets, module)
     return any(module == one or module.endswith(f".{one}") for one in targets)

@@ -1,12 +1,13 @@
 """Adapter folders: what is read, and what is refused by name before anything changes."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from holdfast.worker.adapter import check_adapter_name
+from holdfast.worker.adapter import Adapter, check_adapter_name
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.models.adapter_folder import read_adapter
@@ -62,6 +63,23 @@ BAD = {
     "must have a number": {"lora_alpha": "large"},
     "from 1 to 256": {"r": 257},
     "is no regular expression": {"target_modules": "(["},
+    "takes longer than 0.1 s": {"target_modules": r"(.|..|...)+[A-Z]+"},
+    "lora_alpha = 0, by which nothing would be added": {"lora_alpha": 0},
+    "q_proj has lora_alpha = 0": {"alpha_pattern": {"q_proj": 0}},
+    "use_rslora = 'false'": {"use_rslora": "false"},
+    "rank_pattern = .* must be an object": {"rank_pattern": ["q_proj"]},
+    "lora_alpha = 'nan', and must have a number": {"lora_alpha": float("nan")},
+    "r = 'True', and must have a number": {"r": True},
+    "rank -8, and must have a whole number": {"r": -8},
+    "rank 7.5, and must have a whole number": {"r": 7.5},
+    "target_modules = .* must be a list of names": {"target_modules": [1]},
+    "lora_A twice": {"change": put(f"{Q}.lora_A.default.weight", torch.ones(8, 32))},
+    r"is torch.float8_e4m3fn \(8, 32\)": {
+        "change": put(f"{Q}.lora_A.weight", torch.ones(8, 32).to(torch.float8_e4m3fn))
+    },
+    r"is torch.float32 \(1, 8, 32\)": {"change": put(f"{Q}.lora_A.weight", torch.ones(1, 8, 32))},
+    "has an? .*infinity": {"change": put(f"{Q}.lora_B.weight", torch.full((32, 8), torch.inf))},
+    "the tensor ../../x is not supported": {"change": put("../../x", torch.ones(8, 32))},
 }
 
 
@@ -89,6 +107,61 @@ def test_pickles_and_broken_files(base, tmp_path):
         read_adapter("a", str(folder))
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_adapter("a", str(tmp_path / "nowhere"))
+
+
+def test_files_that_are_none(base, tmp_path):
+    """Each is refused before it is read: a pipe or a device may be read for ever."""
+    for number, (name, make) in enumerate(
+        [
+            ("adapter_config.json", lambda path: os.mkfifo(path)),
+            ("adapter_model.safetensors", lambda path: os.mkfifo(path)),
+            ("adapter_model.safetensors", lambda path: path.symlink_to("/dev/zero")),
+            ("adapter_model.safetensors", lambda path: path.mkdir()),
+            ("adapter_config.json", lambda path: path.symlink_to(path)),
+        ]
+    ):
+        folder = save_adapter(base, tmp_path / str(number))
+        (folder / name).unlink()
+        make(folder / name)
+        for read in (read_adapter, Adapter.in_folder):
+            with pytest.raises(ConfigurationError, match=f"adapter a in .*{name} cannot be read"):
+                read("a", str(folder))
+
+
+def test_files_that_are_too_large_or_no_safetensors(base, tmp_path):
+    folder = save_adapter(base, tmp_path / "adapter")
+    for content in (b"", b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"[]"):
+        (folder / "adapter_model.safetensors").write_bytes(content)
+        with pytest.raises(ConfigurationError, match=r"is not a safetensors file|has no tensors"):
+            read_adapter("a", str(folder))
+    with (folder / "adapter_model.safetensors").open("wb") as file:
+        file.truncate((8 << 30) + 1)  # a hole
+    (folder / "adapter_config.json").write_bytes(b"{" + b" " * (1 << 20) + b"}")
+    for read in (read_adapter, Adapter.in_folder):
+        with pytest.raises(ConfigurationError, match=r"adapter_config.json has \d+ bytes; the maximum is 1048576"):
+            read("a", str(folder))
+    save_adapter(base, tmp_path / "other").joinpath("adapter_config.json").replace(folder / "adapter_config.json")
+    for read in (read_adapter, Adapter.in_folder):
+        with pytest.raises(ConfigurationError, match=r"safetensors has \d+ bytes; the maximum is 8589934592"):
+            read("a", str(folder))
+
+
+@pytest.mark.parametrize(
+    "path", ["", "a\0b", "\ud800", "~nobody-of-this-name/a", "x" * 5000, "/proc/self/mem", "/dev/null", "a\nb"]
+)
+def test_paths_that_are_none(path):
+    for read in (read_adapter, Adapter.in_folder):
+        with pytest.raises(ConfigurationError, match="adapter mine in") as refused:
+            read("mine", path)
+        assert len(str(refused.value).encode()) < 700
+
+
+def test_mixed_types_are_rounded_to_the_models(base, tmp_path):
+    def halve(config, tensors):
+        tensors.update({name: tensor.half() for name, tensor in tensors.items() if "lora_A" in name})
+
+    found = applied(base, save_adapter(base, tmp_path / "mixed", change=halve))["0.qkv"].parts[0]
+    assert (found.a.dtype, found.b.dtype) == (torch.float16, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["", "../up", "/etc/passwd", "a/../b", "a//b", ".hidden", "a b", "a\nb", "x" * 201])
