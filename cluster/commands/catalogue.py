@@ -50,6 +50,17 @@ COMMANDS: Final = (
         takes="PROMPT",
     ),
     Command(
+        name="embed",
+        target="embed:embed",
+        help="Print vectors of texts, or scores by label, of a pooled model.",
+        details="Each text gives a line of JSON: the numbers of its vector, or an object of labels and scores.",
+        examples=(
+            'embed --model ./Qwen3-Embedding-0.6B "A cat sat on the mat."',
+            "embed - --server localhost:50051",
+        ),
+        takes="TEXT",
+    ),
+    Command(
         name="demo",
         target="demo:demo",
         help="Start a local cluster, stream four prompts at once, and stop it.",

@@ -43,7 +43,7 @@ class RankAdapters:
 
     def load(self, adapter: Adapter) -> PackedAdapter:
         """Loads this rank's share. Raises `ConfigurationError` for an adapter that cannot be served."""
-        folder = read_adapter(adapter.name, adapter.path)
+        folder = self._places.named(read_adapter(adapter.name, adapter.path))
         if folder.digest != adapter.digest:
             raise AdapterGoneError(
                 f"{folder.given}: it holds {folder.digest[:16]} now, and the request is for {adapter.digest[:16]}; "

@@ -6,7 +6,7 @@ Both files are read once, and their digest is computed from the same bytes that 
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,6 +57,8 @@ class AdapterFolder:
     targets: str | tuple[str, ...]
     modules: Mapping[str, LowRank]
     """Matrices by the names of Hugging Face's modules."""
+    prefix: str = ""
+    """Beginning of those names that the folder leaves out."""
 
     @property
     def has_effect(self) -> bool:
@@ -70,7 +72,12 @@ class AdapterFolder:
 
     def misses(self, known: Iterable[str]) -> list[str]:
         """Modules among `known` that the adapter's targets name and that it has no tensors of."""
-        return sorted(name for name in known if name not in self.modules and _matches(self.given, self.targets, name))
+        missing = (name for name in known if name not in self.modules)
+        return sorted(name for name in missing if _matches(self.given, self.targets, name.removeprefix(self.prefix)))
+
+    def below(self, prefix: str) -> "AdapterFolder":
+        """The same, with this before each module's name."""
+        return replace(self, prefix=prefix, modules={prefix + name: one for name, one in self.modules.items()})
 
 
 def read_adapter(name: str, path: str) -> AdapterFolder:

@@ -105,6 +105,17 @@ class AdapterPlaces:
         }
         """Shapes [outputs, inputs] of the modules that may have adapters, of the whole model."""
 
+    def named(self, folder: AdapterFolder) -> AdapterFolder:
+        """The folder with the names of the whole model's modules: PEFT leaves their first part out where an adapter was
+        made of the model without its head, as for vectors.
+        """
+        prefixes = {name.split(".", 1)[0] + "." for name in self._shapes}
+        if len(prefixes) == 1 and not any(name in self._shapes for name in folder.modules):
+            (prefix,) = prefixes
+            if any(prefix + name in self._shapes for name in folder.modules):
+                return folder.below(prefix)
+        return folder
+
     def apply(self, folder: AdapterFolder) -> dict[str, AdaptedLinear]:
         """This rank's share of an adapter, by linear. Every tensor is applied wherever the model has its module.
 

@@ -2,13 +2,17 @@
 
 import asyncio
 import base64
+import io
+import json
+import sys
 
 import httpx
 import numpy as np
 import openai
 import pytest
 
-from holdfast import LLM, Client, PoolingParams
+from holdfast import LLM, Client, LoRARequest, PoolingParams
+from holdfast.cluster.commands.cli import run
 from holdfast.router.api.grpc.pooling import PoolingCalls
 from holdfast.router.api.grpc.server import SERVICE, InferenceServicer, build_server
 from holdfast.router.api.http.app import HttpApi
@@ -17,6 +21,7 @@ from holdfast.router.api.intake import DecodeWorker
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.models.pooling import Pooler
+from tests.worker.models.adapter_folders import merge, save_adapter
 
 TEXTS = ["hello", "a cat sat on the mat", "the quick brown fox jumps over the lazy dog"]
 SETTINGS = {"dtype": "float32", "num_threads": 1, "num_blocks": 64, "max_num_batched_tokens": 40}
@@ -45,7 +50,7 @@ def http(llm):
 
 
 @pytest.fixture(scope="module")
-def client(llm):
+def address(llm):
     """Of the gRPC API."""
     router = llm._engine._router
     processor = router._processor
@@ -58,9 +63,14 @@ def client(llm):
         return server, port
 
     server, port = asyncio.run_coroutine_threadsafe(serve(), router._loop).result(20)
-    with Client(f"127.0.0.1:{port}") as client:
-        yield client
+    yield f"127.0.0.1:{port}"
     asyncio.run_coroutine_threadsafe(server.stop(1.0), router._loop).result(20)
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with Client(address) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +154,25 @@ def test_grpc_gets_the_same_vectors_and_scores(llm, client, vectors):
     assert client.score(TEXTS[0], TEXTS) == [one.outputs.score for one in llm.score(TEXTS[0], TEXTS)]
 
 
+def test_the_command_prints_the_same_vectors(tiny_model, address, vectors, capsys, monkeypatch):
+    settings = ["--runner", "pooling", "--dtype", "float32", "--num-threads", "1", "--num-blocks", "64"]
+    assert run(["embed", TEXTS[0], "--model", str(tiny_model), *settings]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [printed(vectors[0])]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(TEXTS)))
+    assert run(["embed", "-", "--server", address]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == list(map(printed, vectors))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert run(["embed", "-", "--server", address]) == 2
+    assert "1 to 2048" in capsys.readouterr().err
+
+
+def printed(vector):
+    """In nine digits, which say a float32 exactly."""
+    short = [float(f"{number:.9g}") for number in vector]
+    assert np.float32(short).tolist() == vector
+    return short
+
+
 @pytest.mark.parametrize(
     ("call", "field", "words"),
     [
@@ -171,7 +200,7 @@ def test_an_answer_that_no_message_holds_is_refused_before_anything_is_computed(
         calls._check_answer(4000, 64)
 
 
-def test_a_model_of_labels(tmp_path, tiny_model, http):
+def test_a_model_of_labels(tmp_path, tiny_model, http, capsys):
     import torch
     from transformers import AutoConfig, LlamaForSequenceClassification
 
@@ -185,10 +214,38 @@ def test_a_model_of_labels(tmp_path, tiny_model, http):
         found = llm.classify(TEXTS)
         assert [sum(one.outputs.probs) for one in found] == pytest.approx([1, 1, 1], abs=1e-6)
         assert llm.engine.info.pooling.labels == ("bad", "good")
+        assert run(["embed", TEXTS[0], "--model", str(tmp_path), "--num-blocks", "64"]) == 0
+        assert json.loads(capsys.readouterr().out).keys() == {"bad", "good"}
         with pytest.raises(InvalidRequestError, match="has 2 labels"):
             llm.score("a", "b")
         with pytest.raises(InvalidRequestError, match="gives scores, no vectors"):
             llm.embed("a")
+
+
+def test_vectors_with_adapters_are_those_of_the_merged_model(tmp_path, tiny_model, vectors):
+    """One adapter is named as PEFT names those of a model without its head. Alone and in company the same bits."""
+
+    def without_head(config, tensors):
+        for name in list(tensors):
+            tensors[name.replace(".model.model.", ".model.")] = tensors.pop(name)
+
+    changes = (None, without_head)
+    folders = [
+        save_adapter(tiny_model, tmp_path / f"a{seed}", seed=seed, change=change) for seed, change in enumerate(changes)
+    ]
+    loras = [LoRARequest(f"a{number}", number, str(folder)) for number, folder in enumerate(folders, 1)]
+    with LLM(str(tiny_model), runner="pooling", enable_lora=True, max_loras=2, **SETTINGS) as llm:
+        texts, of = [text for text in TEXTS for _ in range(3)], [None, *loras] * len(TEXTS)
+        company = [one.outputs.embedding for one in llm.embed(texts, lora_request=of)]
+        alone = [llm.embed(text, lora_request=lora)[0].outputs.embedding for text, lora in zip(texts, of, strict=True)]
+    assert company == alone
+    assert company[::3] == vectors
+    for number in (1, 2):
+        named = save_adapter(tiny_model, tmp_path / f"named{number}", seed=number - 1)
+        with LLM(str(merge(tiny_model, named, tmp_path / f"merged{number}")), runner="pooling", **SETTINGS) as llm:
+            merged = [one.outputs.embedding for one in llm.embed(TEXTS)]
+        assert np.abs(np.subtract(company[number::3], merged)).max() < 1e-4
+        assert np.abs(np.subtract(company[number::3], vectors)).max() > 1e-2
 
 
 def test_the_end_of_an_engine_ends_a_call(tiny_model, monkeypatch):
