@@ -165,6 +165,12 @@ class CacheConfig(Settings):
         "blocks share the cache's memory",
     )
     enable_prefix_caching: bool = Field(True, description="reuse the KV blocks of prompts with a common prefix")
+    kv_offload_memory: Bytes | None = Field(
+        None,
+        ge=MIN_OFFLOAD_BYTES,
+        description="host memory for KV blocks that a GPU evicts, of each rank, e.g. 32GiB; unset: evicted blocks are "
+        "computed again",
+    )
     kv_offload_disk: str | None = Field(
         None,
         description="folder and size of a disk tier for evicted KV blocks, e.g. /var/cache/holdfast,100GB; blocks stay "
@@ -197,6 +203,10 @@ class CacheConfig(Settings):
     def _has_a_cache_to_offload(self) -> Self:
         if self.kv_offload_disk is not None and not self.enable_prefix_caching:
             raise ValueError("kv_offload_disk keeps cached prefixes, and enable_prefix_caching is off")
+        if self.kv_offload_memory is not None and not self.enable_prefix_caching:
+            raise ValueError("kv_offload_memory keeps cached prefixes, and enable_prefix_caching is off")
+        if self.kv_offload_memory is not None and self.kv_offload_disk is not None:
+            raise ValueError("kv_offload_memory is for GPUs and kv_offload_disk for CPUs; set one of them")
         if self.kv_offload_key_file is not None and self.kv_offload_disk is None:
             raise ValueError("kv_offload_key_file encrypts what kv_offload_disk keeps, which is unset")
         return self

@@ -16,11 +16,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from holdfast.worker.cache.block_store import BlockStore
 from holdfast.worker.cache.sealing import WrongDigestError
 from holdfast.worker.engine.block_sockets import Block, BlockReceiver, BlockServer, TransferKey
-from holdfast.worker.engine.tier_mover import KV, MoverCounts, MoverEvents, Place
-from holdfast.worker.executors.kv_cache import BlockBytes, Bytes
+from holdfast.worker.engine.tier_mover import KV, MoverCounts, MoverEvents, Place, Store
+from holdfast.worker.executors.kv_cache import BlockRows, Bytes
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class _Fetch:
 class BlockMover:
     """Used by the thread of the rank's steps, and by its own."""
 
-    def __init__(self, store: BlockStore | None, pools: dict[bytes, BlockBytes]) -> None:
+    def __init__(self, store: Store | None, pools: dict[bytes, BlockRows]) -> None:
         """`pools`: where blocks of each kind lie. The thread starts with `start`, if there is a store."""
         self.counts = MoverCounts()
         self._store = store

@@ -119,7 +119,8 @@ class ModelRunner:
             runner.info = replace(runner.info, adapters=runner.adapters.load_named(config.model.lora))
         memory = loaded.backend.block_memory() if isinstance(loaded.backend, NativeBackend) else None
         runner.mover = RankMover.of(config, runner.info, memory, group)
-        transfers = runner.mover is not None and can_transfer(config, runner.info)
+        on_host = memory is not None and not memory.is_on_device
+        transfers = runner.mover is not None and on_host and can_transfer(config, runner.info)
         runner.info = replace(runner.info, transfers_blocks=transfers)
         if runner.mover is not None and group.rank > 0:
             runner.mover.start()

@@ -21,13 +21,14 @@ import numpy as np
 import torch
 
 from holdfast.worker.cache.block_store import BlockStore
+from holdfast.worker.cache.memory_store import MemoryStore
 from holdfast.worker.cache.sealing import sealer_of
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.block_mover import BlockMover, Sender
 from holdfast.worker.engine.block_sockets import TransferKey
-from holdfast.worker.engine.tier_mover import KV, NAME_BYTES, STATE, MoverCounts, MoverEvents, Place
-from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.engine.offload_checks import check_offload
+from holdfast.worker.engine.tier_mover import KV, NAME_BYTES, STATE, MoverCounts, MoverEvents, Place, Store
 from holdfast.worker.executors.kv_cache import BlockMemory
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.weight_files import weights_stamp
@@ -109,21 +110,12 @@ class RankMover:
         cls, config: WorkerConfig, info: ModelInfo, memory: BlockMemory | None, group: TensorParallelGroup
     ) -> "RankMover | None":
         """Makes the block mover of the settings. Raises `ConfigurationError` if this model or machine has none."""
-        wanted = config.cache.offload_folder_and_bytes
-        if wanted is not None:
-            _check(config, memory)
-        elif not can_transfer(config, info):
-            return None
-        if memory is None:
+        check_offload(config, memory, group.size)
+        store = _store(config, info, memory, group)
+        is_on_device = memory is not None and memory.is_on_device
+        if memory is None or (store is None and (is_on_device or not can_transfer(config, info))):
             return None
         pools = {KV: memory.blocks} if memory.states is None else {KV: memory.blocks, STATE: memory.states}
-        store = None
-        if wanted is not None:
-            folder, num_bytes = wanted
-            of_rank = group.size, group.rank, weights_stamp(model_folder(config.model))
-            kind = info.block_kind(memory.form, *of_rank)
-            sealer, share = sealer_of(config.cache.kv_offload_key_file), config.scheduler.pinned_share
-            store = BlockStore(Path(folder), num_bytes, kind, sealer, clock=time.time, kept_share=share)
         return cls(BlockMover(store, pools), memory, group)
 
     @property
@@ -331,11 +323,16 @@ def _address(packed: bytes) -> tuple[str, int]:
     return str(host), int.from_bytes(packed[16:], "big")
 
 
-def _check(config: WorkerConfig, memory: BlockMemory | None) -> None:
-    setting = "cache.kv_offload_disk"
-    if memory is None:
-        raise ConfigurationError(f"{setting}: only the native executor on CPUs can keep blocks on a disk")
-    if config.model.load_format == "dummy":
-        raise ConfigurationError(f"{setting}: random weights (load_format = 'dummy') have no name to keep blocks by")
-    if config.speculation.speculative in ("draft", "mtp"):
-        raise ConfigurationError(f"{setting}: what a draft model caches is not kept; choose ngram or suffix")
+def _store(
+    config: WorkerConfig, info: ModelInfo, memory: BlockMemory | None, group: TensorParallelGroup
+) -> Store | None:
+    """The store below the cache that the settings ask for."""
+    cache, share = config.cache, config.scheduler.pinned_share
+    if cache.kv_offload_memory is not None:
+        return MemoryStore(cache.kv_offload_memory, clock=time.monotonic, kept_share=share)
+    if (wanted := cache.offload_folder_and_bytes) is None or memory is None:
+        return None
+    folder, num_bytes = wanted
+    kind = info.block_kind(memory.form, group.size, group.rank, weights_stamp(model_folder(config.model)))
+    sealer = sealer_of(cache.kv_offload_key_file)
+    return BlockStore(Path(folder), num_bytes, kind, sealer, clock=time.time, kept_share=share)

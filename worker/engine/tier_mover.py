@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
+from holdfast.worker.cache.sealing import Sealer
 from holdfast.worker.request import BlockSource
 from holdfast.worker.step_plan import StateCopy
 
@@ -16,6 +17,48 @@ STATE: Final = b"s"
 NAME_BYTES: Final = 17
 
 PIECE_BYTES: Final = 8 << 20
+
+
+class Store(Protocol):
+    """Blocks below the caches of one rank, by name: on a disk, or in the host's memory. Used by one thread at a time.
+    Errors of the disk are raised as OSError.
+    """
+
+    sealer: Sealer
+    num_failures: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in it."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes."""
+        ...
+
+    def put(self, blocks: Sequence[tuple[bytes, memoryview]]) -> int:
+        """Stores blocks by name, except the ones that are there. Returns the number stored."""
+        ...
+
+    def get(self, name: bytes) -> memoryview | None:
+        """Content of a block; None if it is missing, or if its digest is wrong."""
+        ...
+
+    def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
+        """Keeps these blocks for this number of seconds, within the tenant's share. 0: no longer; without names, none
+        of the tenant's.
+        """
+        ...
+
+    def news(self) -> tuple[list[bytes], list[bytes]]:
+        """Names added since the last call, and names removed."""
+        ...
+
+    def close(self) -> None:
+        """Ends its use."""
+        ...
+
 
 Place = tuple[bytes, int]
 """A name, and its block or slot."""

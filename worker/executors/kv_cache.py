@@ -4,7 +4,7 @@ the memory, and the bytes of blocks, to be read and written, of any cache; a CPU
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -116,6 +116,11 @@ class KVCache:
         ]
         return cls(layers, list(pools.values()), num_blocks, block_size, list(scale_pools.values()))
 
+    @property
+    def pools(self) -> tuple[Tensor, ...]:
+        """All of its memory: tensors [pools, num_blocks, ...]."""
+        return (*self._pools, *self._scale_pools)
+
     def want_all(self) -> None:
         """All of this memory is meant to be used. Nothing is done: it is there."""
 
@@ -137,7 +142,7 @@ class KVCache:
 
     def clear(self, block_ids: Tensor) -> None:
         """Writes zeros over these blocks in all layers."""
-        for pool in (*self._pools, *self._scale_pools):
+        for pool in self.pools:
             pool.index_fill_(1, block_ids.to(pool.device), 0)
 
 
@@ -222,14 +227,33 @@ class BlockBytes:
         return [(layer, rows[:, end - layer.shape[1] : end]) for layer, end in zip(self._layers, ends, strict=True)]
 
 
+class BlockRows(Protocol):
+    """Blocks as rows of bytes: `BlockBytes`, or those of a device."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a block."""
+        ...
+
+    def read(self, block_ids: Sequence[int]) -> Bytes:
+        """A copy of these blocks, [N, row_bytes]."""
+        ...
+
+    def write(self, block_ids: Sequence[int], rows: Bytes) -> None:
+        """Overwrites the content of these blocks with rows [N, row_bytes]. The ids differ from each other."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMemory:
     """The caches of an executor, as far as they can be copied elsewhere and back."""
 
-    blocks: BlockBytes
+    blocks: BlockRows
     form: str
     """Layout of rows: rows of equal forms mean the same."""
-    states: BlockBytes | None = None
+    states: BlockRows | None = None
     """States, of a model that keeps them."""
+    is_on_device: bool = False
+    """The memory is that of a GPU."""
     copy_states: Callable[[NDArray[np.int64]], None] | None = None
     """Copies slots [2, N], sources and destinations, one after the other."""

@@ -14,6 +14,7 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.cpu.cache import MAX_HEAD_DIM, TiledCache
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.cpu.tile_memory import linears
+from holdfast.worker.executors.device_blocks import DeviceBlocks
 from holdfast.worker.executors.gpu import weights
 from holdfast.worker.executors.kv_cache import BlockMemory, KVCache
 from holdfast.worker.executors.layout import DecoderLayout, Experts, LatentAttention
@@ -56,6 +57,7 @@ class NativeBackend:
         self.run = executor.run
         """Runs one step, as `Backend.run`."""
         self._windowed = executor if isinstance(executor, CpuExecutor) else None  # whose layers may give blocks back
+        self._device_cache: KVCache | None = None  # the allocated cache, if it lies on a GPU
         self.progress = ProgressCounter()
         """Moves with every layer."""
         self.progress.follow(executor.layers_done)
@@ -80,7 +82,9 @@ class NativeBackend:
         """The cache that steps use. Raises ValueError where the block size does not fit."""
         if self._windowed is None:
             assert window is None, "the executor keeps all of every layer"
-            return self.executor.allocate_cache(num_blocks, block_size)
+            cache = self.executor.allocate_cache(num_blocks, block_size)
+            self._device_cache = cache if isinstance(cache, KVCache) else None
+            return cache
         return self._windowed.allocate_cache(num_blocks, block_size, window)
 
     def state_bytes(self, num_drafts: int) -> int:
@@ -93,9 +97,15 @@ class NativeBackend:
 
     def block_memory(self) -> BlockMemory | None:
         """The caches, to be copied elsewhere and back; None where they cannot be."""
-        return self.executor.block_memory() if isinstance(self.executor, MovableExecutor) else None
+        if isinstance(self.executor, MovableExecutor):
+            return self.executor.block_memory()
+        if self._device_cache is None:
+            return None
+        form = f"device {[(pool.dtype, pool.shape[0], *pool.shape[2:]) for pool in self._device_cache.pools]}"
+        return BlockMemory(blocks=DeviceBlocks(self._device_cache), form=form, is_on_device=True)
 
     def drop_cache(self) -> None:
+        self._device_cache = None
         self.executor.drop_cache()
 
     def warm_up(self, max_rows: int) -> None:

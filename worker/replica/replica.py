@@ -320,7 +320,7 @@ def _stepping(config: WorkerConfig, leader: "LeaderRunner") -> StepRunner:
     """Runner of the engine's steps: with two in flight if the device runs by itself and the settings allow."""
     from holdfast.worker.engine.steps_in_flight import DeviceRunner
 
-    is_wanted = config.scheduler.async_scheduling is not False
+    is_wanted = config.scheduler.async_scheduling is not False and config.cache.kv_offload_memory is None
     if is_wanted and leader.overlaps and not config.speculation.max_num_drafts:
         return DeviceRunner(leader)
     return leader

@@ -1,0 +1,56 @@
+"""Blocks on a device as rows of bytes, as `BlockBytes` has them of a CPU's memory."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.executors.kv_cache import Bytes, KVCache
+
+
+class DeviceBlocks:
+    """Blocks of one cache, which are copied by way of page-locked memory of the host. A copy comes after all work that
+    was launched before it on the device's current stream, and is over when the call returns.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        pools = [pool.flatten(2).view(torch.uint8) for pool in cache.pools]  # [layers, num_blocks, bytes of a block]
+        self._pools = [pool for pool in pools if pool.shape[2]]
+        self._lengths = [pool.shape[0] * pool.shape[2] for pool in self._pools]
+        self._device = self._pools[0].device
+        self.row_bytes = sum(self._lengths)
+        self._staged = self._host_memory(0)
+
+    def read(self, block_ids: Sequence[int]) -> Bytes:
+        """A copy of these blocks, [N, row_bytes]."""
+        ids = torch.tensor(block_ids, device=self._device)
+        parts = [pool.index_select(1, ids).transpose(0, 1).flatten(1) for pool in self._pools]
+        staged = self._rows(len(block_ids))
+        staged.copy_(torch.cat(parts, dim=1), non_blocking=True)
+        self._wait()
+        rows: Bytes = staged.numpy().copy()
+        return rows
+
+    def write(self, block_ids: Sequence[int], rows: Bytes) -> None:
+        """Overwrites the content of these blocks with rows [N, row_bytes]. The ids differ from each other."""
+        ids = torch.tensor(block_ids, device=self._device)
+        staged = self._rows(len(block_ids))
+        staged.numpy()[:] = rows
+        given = staged.to(self._device, non_blocking=True)
+        for pool, part in zip(self._pools, torch.split(given, self._lengths, dim=1), strict=True):
+            pool.index_copy_(1, ids, part.reshape(len(part), pool.shape[0], pool.shape[2]).transpose(0, 1))
+        self._wait()
+
+    def _rows(self, num_rows: int) -> Tensor:
+        """The first rows of the page-locked memory, which grows to the largest call."""
+        if len(self._staged) < num_rows:
+            self._staged = self._host_memory(num_rows)
+        return self._staged[:num_rows]
+
+    def _host_memory(self, num_rows: int) -> Tensor:
+        shape = (num_rows, self.row_bytes)
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda" and num_rows > 0)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
