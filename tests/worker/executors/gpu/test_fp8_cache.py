@@ -137,7 +137,9 @@ class Engines:
         """The tokens that a new replica gives these requests, which come at once."""
         runner = Runner(self._layout, num_blocks=self._num_blocks, block_size=16, in_fp8=True)
         info = replace(INFO, block_size=16, num_blocks=self._num_blocks)
-        loaded = LoadedModel(backend=NativeBackend(runner.executor), cache=runner.cache, info=info, draft=None)
+        loaded = LoadedModel(
+            backend=NativeBackend(runner.executor), cache=runner.cache, info=info, draft=None, pooler=None
+        )
         model = ModelRunner(loaded, WorkerConfig(), SingleRank(), torch.device("cpu"))
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12)
         sizes = {"num_blocks": self._num_blocks, "block_size": 16, "max_model_len": 100}

@@ -103,7 +103,7 @@ class CountedRunner(DeviceRunner):
 def model_of(runner: runs.Runner) -> ModelRunner:
     """A rank's model, loaded."""
     info = replace(INFO, block_size=16, num_blocks=32)
-    loaded = LoadedModel(backend=NativeBackend(runner.executor), cache=runner.cache, info=info, draft=None)
+    loaded = LoadedModel(backend=NativeBackend(runner.executor), cache=runner.cache, info=info, draft=None, pooler=None)
     return ModelRunner(loaded, WorkerConfig(), runner.group, torch.device("cpu"))
 
 
