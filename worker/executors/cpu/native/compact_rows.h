@@ -8,7 +8,7 @@
 namespace {
 
 // Up to so many of factors of a kind; and how many k tiles weights are fetched ahead, for these rows and for more.
-template <class F> constexpr int most_in_registers = WIDTH < 16 ? 0 : FactorOf<Bf16>::AS_THEY_LIE ? 3 : 8;
+template <class F> constexpr int most_in_registers = WIDTH < 16 ? 0 : FactorOf<Bf16>::AS_THEY_LIE ? 5 : 8;
 enum { TILES_AHEAD = 6 };
 
 #ifdef __AVX512F__
