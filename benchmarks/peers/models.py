@@ -1,7 +1,8 @@
 """Random-weight models that servers run: S has 18.9 million parameters, M the shape of Qwen2.5-0.5B. Hybrids have
-fewer layers: L is LFM2-1.2B with 6 of 16, Q is Qwen3.5-0.8B with 8 of 24 and a quarter of the vocabulary.
+fewer layers: L is LFM2-1.2B with 6 of 16, Q is Qwen3.5-0.8B with 8 of 24, G is Granite 4 H micro with 8 of 40, N is
+Qwen3-Next with 4 of 48 and 64 of 512 experts; Q, G and N have a quarter of the vocabulary.
 
-    python -m benchmarks.peers.models [--folder FOLDER] [S M L Q]
+    python -m benchmarks.peers.models [--folder FOLDER] [S M L Q G N]
 
 Weights are drawn from a fixed seed and stored as bf16 safetensors, with a tokenizer (`tokenizer.py`): speed does not
 depend on what a model says, and nothing has to be downloaded.
@@ -17,6 +18,8 @@ from typing import Any, Final
 import torch
 from transformers import (
     GenerationConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -25,6 +28,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from benchmarks.peers.folders import Folders
@@ -118,6 +123,66 @@ SHAPES: Final = {
             "tie_word_embeddings": True,
         },
     ),
+    "G": Shape(
+        make_config=GraniteMoeHybridConfig,
+        make_model=GraniteMoeHybridForCausalLM,
+        sizes={
+            "vocab_size": 25_088,
+            "hidden_size": 2048,
+            "num_hidden_layers": 8,
+            "layer_types": ["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 2,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 8192,
+            "shared_intermediate_size": 8192,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_n_heads": 64,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
+            "mamba_expand": 2,
+            "mamba_d_conv": 4,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.015625,
+            "logits_scaling": 8.0,
+            "position_embedding_type": None,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "N": Shape(
+        make_config=Qwen3NextConfig,
+        make_model=Qwen3NextForCausalLM,
+        sizes={
+            "vocab_size": 37_984,
+            "hidden_size": 2048,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "intermediate_size": 5120,
+            "num_experts": 64,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 
 
@@ -128,7 +193,7 @@ def make_model(name: str, out: Path) -> None:
     first_special = vocab_size - len(SPECIAL_TOKENS)
     special = {"bos_token_id": first_special, "eos_token_id": vocab_size - 1, "pad_token_id": first_special}
     model = shape.make_model(shape.make_config(**shape.sizes, **special))
-    _draw_weights(model)
+    draw_weights(model)
     model = model.to(torch.bfloat16)
     model.config.dtype = torch.bfloat16
     model.generation_config = GenerationConfig(**special, do_sample=False)
@@ -138,8 +203,8 @@ def make_model(name: str, out: Path) -> None:
 
 
 @torch.no_grad()
-def _draw_weights(model: Any) -> None:
-    """Norms are 1 and biases 0. In the order of the names, which no version of the library shuffles."""
+def draw_weights(model: Any) -> None:
+    """Fills all parameters, norms with 1 and biases with 0, by name: an order that no version shuffles."""
     generator = torch.Generator().manual_seed(_SEED)
     for name, weights in sorted(model.named_parameters()):
         if "norm" in name or name.endswith("bias"):

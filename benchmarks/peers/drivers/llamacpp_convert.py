@@ -1,5 +1,5 @@
-"""Converter of a model folder (Hugging Face, bf16 safetensors) to a GGUF file of the same bits: llama, qwen2, and the
-hybrids lfm2 and qwen3_5_text, of as many key as value heads.
+"""Converter of a model folder (Hugging Face, bf16 safetensors) to a GGUF file of the same bits: llama, qwen2, and
+hybrids (`llamacpp_hybrids.py`).
 
     python llamacpp_convert.py MODEL_FOLDER OUT_FILE
 
@@ -8,14 +8,13 @@ Uses the `gguf` package alone, so that llama.cpp's environment needs neither tor
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from llamacpp_hybrids import BF16, HYBRIDS, add_hybrid_shape, add_hybrid_tensors, tensors
 
-BF16 = gguf.GGMLQuantizationType.BF16
 WHOLE_MODEL = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -32,79 +31,6 @@ LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-
-
-def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Each tensor's name and its 16-bit words."""
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_size))
-    data = np.memmap(path, dtype=np.uint8, mode="r", offset=8 + header_size)
-    for name, facts in header.items():
-        if name == "__metadata__":
-            continue
-        if facts["dtype"] != "BF16":
-            raise ValueError(f"{name} is {facts['dtype']}, not BF16")
-        first, end = facts["data_offsets"]
-        yield name, np.frombuffer(data[first:end].tobytes(), dtype=np.uint16).reshape(facts["shape"])
-
-
-HYBRIDS = {"lfm2": "lfm2", "qwen3_5_text": "qwen35"}
-"""Architectures of GGUF by `model_type`."""
-FULL = "full_attention"
-
-
-def add_hybrid_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """What hybrids have besides, or in another form."""
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_vocab_size(config["vocab_size"])
-    if config["model_type"] == "lfm2":
-        inner = -(-int(2 * config["intermediate_size"] / 3) // 256) * 256
-        writer.add_feed_forward_length(inner)
-        kv_heads = config["num_key_value_heads"]
-        writer.add_head_count_kv([kv_heads if kind == FULL else 0 for kind in config["layer_types"]])
-        writer.add_layer_norm_rms_eps(config["norm_eps"])
-        writer.add_uint32("lfm2.shortconv.l_cache", config["conv_L_cache"])
-        return
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    turned = int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"])
-    writer.add_rope_dimension_count(turned)
-    writer.add_rope_dimension_sections([11, 11, 10, 0])  # of text all positions are equal
-    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
-    writer.add_ssm_state_size(config["linear_key_head_dim"])
-    writer.add_ssm_group_count(config["linear_num_key_heads"])
-    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
-    writer.add_ssm_inner_size(config["linear_value_head_dim"] * config["linear_num_value_heads"])
-    writer.add_uint32("qwen35.full_attention_interval", config["layer_types"].index(FULL) + 1)
-
-
-def add_hybrid_tensors(writer: gguf.GGUFWriter, model: Path, config: dict[str, Any]) -> None:
-    """By the names of the `gguf` package. Norms of Qwen3.5 are stored as what they multiply by, less one."""
-    architecture = HYBRIDS[config["model_type"]]
-    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    for name, words in tensors(model / "model.safetensors"):
-        own = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
-        assert own is not None, name
-        is_exact = words.ndim == 1 or "conv.weight" in name or "conv1d" in name
-        if not is_exact:
-            writer.add_tensor(own, np.ascontiguousarray(words).view(np.uint8), raw_dtype=BF16)
-            continue
-        numbers = (words.astype(np.uint32) << 16).view(np.float32)
-        if architecture == "qwen35" and name.endswith("norm.weight") and "linear_attn" not in name:
-            numbers = numbers + np.float32(1)
-        if name.endswith("A_log"):
-            numbers = -np.exp(numbers)
-        writer.add_tensor(own, np.ascontiguousarray(numbers.squeeze(1) if numbers.ndim == 3 else numbers))
 
 
 def gguf_name(name: str) -> str:
