@@ -164,7 +164,10 @@ FALCON: dict[str, Any] = {
 }
 MOE, MLP, BOTH = "moe", "mlp", "hybrid"
 MAMBAS: dict[str, tuple[str, dict[str, Any]]] = {
-    "granite, dense": ("granitemoehybrid", {**GRANITE, "num_local_experts": 0, "layer_types": [LINEAR, FULL, LINEAR]}),
+    "granite, dense": (
+        "granitemoehybrid",
+        {**GRANITE, "num_local_experts": 0, "num_experts_per_tok": 0, "layer_types": [LINEAR, FULL, LINEAR]},
+    ),
     "granite, mixture": (
         "granitemoehybrid",
         {**GRANITE, "num_local_experts": 4, "intermediate_size": 32, "layer_types": [LINEAR, LINEAR, FULL]},
@@ -200,6 +203,16 @@ MAMBAS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron, odd halves": (
         "nemotron_h",
         {**NEMOTRON, "n_groups": 1, "layers_block_type": [MLP, LINEAR, FULL, LINEAR, MOE, MOE]},
+    ),
+    "nemotron, latent experts": (
+        "nemotron_h",
+        {
+            **NEMOTRON,
+            "moe_latent_size": 48,
+            "moe_intermediate_size": 40,
+            "mlp_bias": True,
+            "layers_block_type": [LINEAR, MOE, FULL, MOE],
+        },
     ),
     "nemotron, attention last": (
         "nemotron_h",

@@ -178,6 +178,10 @@ class Experts:
     """An expert that every token goes through."""
     shared_gate: Tensor | None = None
     """[1, hidden], serving dtype: the shared expert is weighted by the sigmoid of this."""
+    latent: Linear | None = None
+    """[latent, hidden], whole on every rank: experts take its output in place of the hidden rows (Nemotron 3 Super).
+    Their `up` is whole on every rank, their `down` [latent of this rank, inner], in one slice. Each slice of the inputs
+    of `shared.down` is a part of the experts' sum, which becomes hidden rows with it, then the shared expert's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

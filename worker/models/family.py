@@ -189,6 +189,9 @@ class Moe:
     sigmoid of the linear `shared_gate`."""
     shared_inner: Callable[[Any], int] = lambda config: 0
     shared_gate: str | None = None
+    latent: Callable[[Any], int | None] = lambda config: None
+    """Size of the experts' rows, where it is not the hidden one: `fc1_latent_proj` makes them of hidden rows, and
+    `fc2_latent_proj` makes a hidden row of their sum."""
     in_layer: Callable[[Any, int], bool] = _every_layer
     """Whether a layer, by config and index, has the mixture; the others have the family's MLP."""
 

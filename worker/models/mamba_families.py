@@ -93,10 +93,6 @@ def _refused_falcon(config: Any) -> str | None:
     return "its attention has biases and scales" if config.attention_bias and scales != (1, 1) else None
 
 
-def _refused_nemotron(config: Any) -> str | None:
-    return None if config.moe_latent_size is None else "its experts have inputs of another size (moe_latent_size)"
-
-
 _GRANITE_MAMBA: Final = Mamba()
 _FALCON_MAMBA: Final = replace(
     _GRANITE_MAMBA,
@@ -117,7 +113,6 @@ _NEMOTRON_MAMBA: Final = Mamba(
     output_bias="use_bias",
     activation="mamba_hidden_act",
     time_bounds=lambda config: (float(config.time_step_min), math.inf),
-    refused=_refused_nemotron,
 )
 _MAMBA2: Final = replace(
     _NEMOTRON_MAMBA,
@@ -126,7 +121,6 @@ _MAMBA2: Final = replace(
     state_dim="state_size",
     activation="hidden_act",
     time_bounds=lambda config: tuple(config.time_step_limit),
-    refused=lambda config: None,
 )
 
 MAMBAS: Final[Mapping[str, Family]] = {
@@ -319,6 +313,7 @@ MAMBAS: Final[Mapping[str, Family]] = {
             DEEPSEEK_MOE,
             parts=("up_proj", "down_proj"),
             shared_inner=lambda config: int(config.moe_shared_expert_intermediate_size),
+            latent=lambda config: config.moe_latent_size,
             in_layer=lambda config, index: config.layer_types[index] == "moe",
         ),
     ),

@@ -248,6 +248,8 @@ def _unfit(layout: DecoderLayout) -> str | None:
 
 def _is_uneven(experts: Experts) -> bool:
     shared = experts.shared
+    if experts.latent is not None:
+        return False
     return shared is not None and (shared.num_slices != experts.experts[0].num_slices or shared.down.bias is not None)
 
 

@@ -159,6 +159,12 @@ _OVERRIDES: Final[Mapping[str, Mapping[str, str]]] = {
     "stablelm": _ATTENTION | _MLP,
 }
 
+_LATENT_EXPERTS: Final = {
+    "model.layers.*.mixer.experts.up_proj": "replicate",
+    "model.layers.*.mixer.fc2_latent_proj": "rowwise",
+}
+"""Split of experts whose rows are not hidden ones: by their outputs."""
+
 LOCAL_COUNTS: Final[Mapping[str, tuple[str, ...]]] = {
     "gpt2": ("split_size",),
     "opt": ("num_heads",),
@@ -351,6 +357,8 @@ def is_transposed_linear(module: object) -> bool:
 def _complete(config: Any, rules: Mapping[str, str]) -> dict[str, str]:
     """The model's own rules under ours. Where each head has its own norm, attention is split by weights only."""
     completed = {**rules, **_OVERRIDES.get(config.model_type, {})}
+    if getattr(config, "moe_latent_size", None):
+        completed |= _LATENT_EXPERTS
     normed = getattr(config, _NORMED_HEADS.get(config.model_type, ""), False)
     if not normed:
         return completed

@@ -212,6 +212,17 @@ class RankShare:
         )
 
 
+def joined(linears: Sequence[Linear], num_slices: int, dtype: torch.dtype) -> Linear:
+    """Row-parallel linears as one, whose inputs are, slice by slice, those of the first, then those of the next.
+    Quantized ones are dequantized to `dtype`: units of one slice would be of two weights.
+    """
+    numbers = [(*one.weights, *(stored.to(dtype) for stored in one.stored))[0] for one in linears]
+    parts = [one.reshape(len(one), num_slices, -1) for one in numbers]
+    biases = [one.bias for one in linears if one.bias is not None]
+    bias = torch.stack(biases).sum(0) if biases else None
+    return Linear(weights=(torch.cat(parts, -1).flatten(1),), bias=bias)
+
+
 def _may_be_stacked(codes: Sequence[StoredMatrix]) -> bool:
     first, *others = codes
     return all(

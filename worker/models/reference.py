@@ -35,7 +35,7 @@ from holdfast.worker.models.reference_functions import (
     product,
     rotated,
     rounded_in_units,
-    scores_for_choice,
+    routing,
     softcapped,
 )
 
@@ -336,12 +336,15 @@ class Reference:
 
     def _mixture(self, experts: Experts, x: Tensor, routed: Tensor | None = None) -> Tensor:
         """`routed`: the router's input, if it is not the experts' input."""
-        chosen, weights = self._route(experts, x if routed is None else routed)
-        total = torch.zeros_like(x)
+        chosen, weights = routing(experts, self._linear(experts.router, x if routed is None else routed))
+        rows = x if experts.latent is None else self._linear(experts.latent, x)
+        total = torch.zeros(len(x), experts.experts[0].down.out_features, dtype=x.dtype)
         for number, expert in enumerate(experts.experts):
             tokens, slots = torch.where(chosen == number)
-            partial = self._linear(expert.down, self._activated(expert, x[tokens]))
+            partial = self._linear(expert.down, self._activated(expert, rows[tokens]))
             total.index_add_(0, tokens, partial * weights[tokens, slots, None])
+        if experts.latent is not None:
+            return self._from_latent(experts, x, total)
         total = self._group.all_reduce(total)
         if experts.shared is None:
             return total
@@ -350,18 +353,12 @@ class Reference:
             shared = shared * torch.sigmoid(self._linear(Linear(weights=(experts.shared_gate,)), x))
         return total + shared
 
-    def _route(self, experts: Experts, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts chosen by each token, and their weights: both [T, top_k]."""
-        logits = self._linear(experts.router, x)
-        if experts.scoring == "softmax_of_top":
-            top, chosen = logits.topk(experts.top_k, -1)
-            return chosen, top.softmax(-1)
-        scores = logits.softmax(-1) if experts.scoring == "softmax" else logits.sigmoid()
-        chosen = scores_for_choice(experts, scores).topk(experts.top_k, -1).indices
-        weights = scores.gather(-1, chosen)
-        if experts.normalized:
-            weights = weights / weights.sum(-1, keepdim=True).clamp_min(experts.least_sum)
-        return chosen, weights if experts.scales is None else weights * experts.scales.to(weights.dtype)[chosen]
+    def _from_latent(self, experts: Experts, x: Tensor, total: Tensor) -> Tensor:
+        """Hidden rows of the experts' sum, and of what all rows go through."""
+        assert experts.shared is not None, "whose output takes the experts' sum"
+        parts = (total, self._activated(experts.shared, x))
+        slices = torch.cat([part.view(len(x), experts.shared.num_slices, -1) for part in parts], -1)
+        return self._row_parallel(experts.shared.down, slices.flatten(1))
 
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:
         x = self._round(x)

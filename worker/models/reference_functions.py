@@ -23,7 +23,20 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor
     return y
 
 
-def scores_for_choice(experts: Experts, scores: Tensor) -> Tensor:
+def routing(experts: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The experts chosen by each token, and their weights: both [T, top_k]. Logits are the router's [T, experts]."""
+    if experts.scoring == "softmax_of_top":
+        top, chosen = logits.topk(experts.top_k, -1)
+        return chosen, top.softmax(-1)
+    scores = logits.softmax(-1) if experts.scoring == "softmax" else logits.sigmoid()
+    chosen = _scores_for_choice(experts, scores).topk(experts.top_k, -1).indices
+    weights = scores.gather(-1, chosen)
+    if experts.normalized:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(experts.least_sum)
+    return chosen, weights if experts.scales is None else weights * experts.scales.to(weights.dtype)[chosen]
+
+
+def _scores_for_choice(experts: Experts, scores: Tensor) -> Tensor:
     """Scores that experts are chosen by [T, experts]: -inf in groups that are not chosen."""
     if experts.selection_bias is not None:
         scores = scores + experts.selection_bias.to(scores.dtype)

@@ -12,6 +12,7 @@ from holdfast.worker.executors.linears import Linear
 from holdfast.worker.models.family import Moe, is_set
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.stated_config import NotStated
+from holdfast.worker.models.stated_latent_experts import LatentExperts
 
 _ACTIVATIONS: Final = {
     "gelu": Activation.GELU,
@@ -74,18 +75,22 @@ class MlpBuilder:
     def _experts(self, moe: Moe, prefix: str, shared_prefix: str = "") -> Experts:
         config, share, hidden = self._config, self._share, self._config.hidden_size
         count = getattr(config, moe.num_experts)
-        if getattr(config, moe.top_k) is None:
-            raise NotStated(f"config.json has no {moe.top_k}")
+        if not (top_k := getattr(config, moe.top_k)):
+            raise NotStated(f"config.json has {moe.top_k} = {top_k}, and layers with experts")
         if not count:
             raise NotStated(f"it has {moe.num_experts} = {count} in a layer with experts")
         router = share.whole(prefix + moe.router, (count, hidden), has_bias=moe.has_router_bias, exact=moe.exact_router)
-        experts = self._experts_together(moe, prefix + "experts.", count)
-        shared_inner = moe.shared_inner(config)
+        shared_inner, latent = moe.shared_inner(config), moe.latent(config)
         shared = self._mlp(shared_prefix, shared_inner) if shared_inner else None
+        of_latents = None if latent is None else LatentExperts(share, moe, prefix, latent)
+        if of_latents is None:
+            experts = self._experts_together(moe, prefix + "experts.", count)
+        else:
+            experts, shared = of_latents.experts(count, self._activation), of_latents.with_sum(shared)
         gate = None if moe.shared_gate is None else share.whole(prefix + moe.shared_gate, (1, hidden)).weights[0]
         return Experts(
             router=router,
-            top_k=getattr(config, moe.top_k),
+            top_k=top_k,
             scoring=moe.scoring,
             selection_bias=self._selection_bias(moe, prefix, count),
             num_groups=moe.num_groups(config),
@@ -97,6 +102,7 @@ class MlpBuilder:
             experts=experts,
             shared=shared,
             shared_gate=gate,
+            latent=None if of_latents is None else of_latents.input(),
         )
 
     def input(self, prefix: str) -> LayerInput | None:

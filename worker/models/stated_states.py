@@ -12,7 +12,7 @@ from holdfast.worker.executors.layout import Attention
 from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2
 from holdfast.worker.models.family import DeltaPacking, Mamba, is_set
-from holdfast.worker.models.rank_share import Outputs, RankShare
+from holdfast.worker.models.rank_share import Outputs, RankShare, joined
 from holdfast.worker.models.stated_config import NotStated
 
 _MAX_GROUPS = 1024
@@ -123,18 +123,11 @@ class MambaBuilder:
 
 
 def slices_beside(attention: Attention, mamba: Mamba2, dtype: torch.dtype) -> tuple[Attention, Mamba2]:
-    """Both with one output, whose inputs are, slice by slice, values of attention and then those of Mamba2. Quantized
-    outputs are dequantized to `dtype`: units of one slice would be of two weights.
-    """
-    ours, theirs = attention.output, mamba.output
-    assert theirs is not None, "each is built with its own"
+    """Both with one output, whose inputs are, slice by slice, values of attention and then those of Mamba2."""
+    assert mamba.output is not None, "each is built with its own"
     if attention.num_slices != mamba.num_slices:
         raise NotStated("attention and Mamba2 beside each other have other numbers of slices")
-    numbers = [(*one.weights, *(stored.to(dtype) for stored in one.stored))[0] for one in (ours, theirs)]
-    parts = [one.reshape(len(one), attention.num_slices, -1) for one in numbers]
-    biases = [one.bias for one in (ours, theirs) if one.bias is not None]
-    bias = torch.stack(biases).sum(0) if biases else None
-    output = Linear(weights=(torch.cat(parts, -1).flatten(1),), bias=bias)
+    output = joined((attention.output, mamba.output), attention.num_slices, dtype)
     return replace(attention, output=output), replace(mamba, output=None)
 
 

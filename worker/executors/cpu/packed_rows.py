@@ -31,12 +31,12 @@ class Site(NamedTuple):
     filled_length: int
 
 
-def padded_places(inner: int, slices: int, tile: int) -> IntArray:
-    """Real index of each packed inner one: slices are padded to whole tiles."""
+def padded_places(inner: int, slices: int, tile: int, before: int = 0) -> IntArray:
+    """Real index of each packed inner one: slices are padded to whole tiles, and begin with `before` others."""
     length = inner // slices
-    padded = -(-length // tile) * tile
-    place = np.arange(padded)
-    real = np.where(place < length, place, NO_ROW)
+    padded = -(-(before + length) // tile) * tile
+    place = np.arange(padded) - before
+    real = np.where((place >= 0) & (place < length), place, NO_ROW)
     return np.concatenate([np.where(real == NO_ROW, NO_ROW, real + start) for start in range(0, inner, length)])
 
 

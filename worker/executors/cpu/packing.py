@@ -171,7 +171,7 @@ class PackedModel(PartPacker):
             attention_out_norm=self._norm(layer.attention_out_norm),
             mlp_norm=self._norm(layer.mlp_norm),
             mlp_out_norm=self._norm(layer.mlp_out_norm),
-            mlp=self._mlp(mlp) if isinstance(mlp, Mlp) else NativeMlp(),
+            mlp=self._mlp_beside_experts(mlp),
             experts=None if experts is None else self._experts(experts),
             beside=None if beside is None else self._beside(beside),
             residual_scale=layer.residual_scale,
@@ -291,9 +291,17 @@ class PackedModel(PartPacker):
         if net.output is not None:
             native.output = self._linear(net.output, slices=net.num_slices)
 
-    def _mlp(self, mlp: Mlp) -> NativeMlp:
-        inner = mlp.down.in_features
-        places = padded_places(inner, mlp.num_slices, TILE)
+    def _mlp_beside_experts(self, mlp: Mlp | Experts | None) -> NativeMlp:
+        """The MLP of a layer; of experts with latent rows the one that all rows go through."""
+        if isinstance(mlp, Experts) and mlp.latent is not None:
+            assert mlp.shared is not None, "whose output takes the experts' sum"
+            return self._mlp(mlp.shared, mlp.experts[0].down.out_features)
+        return self._mlp(mlp) if isinstance(mlp, Mlp) else NativeMlp()
+
+    def _mlp(self, mlp: Mlp, before: int = 0) -> NativeMlp:
+        """`before`: inputs of `down` that are not its own, the first ones of each slice."""
+        inner = mlp.down.in_features - before
+        places = padded_places(inner, mlp.num_slices, TILE, before // mlp.num_slices)
         rows = gate_and_up(places, inner, TILE) if mlp.has_gate else places
         return NativeMlp(
             up=self._linear(mlp.up, rows=rows),
@@ -306,13 +314,15 @@ class PackedModel(PartPacker):
 
     def _experts(self, experts: Experts) -> Any:
         packed = (NativeMlp * len(experts.experts))(*map(self._mlp, experts.experts))
-        shared = None if experts.shared is None else self._mlp(experts.shared)
+        latent = None if experts.latent is None else self._linear(experts.latent)
+        shared = None if experts.shared is None or latent is not None else self._mlp(experts.shared)
         gate = None if experts.shared_gate is None else self._linear(Linear(weights=(experts.shared_gate,)))
         described = NativeExperts(
             router=self._linear(in_dtype(experts.router, self._number_type)),
             experts=packed,
             shared=None if shared is None else ctypes.pointer(shared),
             shared_gate=None if gate is None else ctypes.pointer(gate),
+            latent=None if latent is None else ctypes.pointer(latent),
             num_experts=len(experts.experts),
             top_k=experts.top_k,
             scoring=_SCORINGS.index(experts.scoring),
@@ -324,7 +334,7 @@ class PackedModel(PartPacker):
             top_groups=experts.top_groups,
             group_best=experts.group_best,
         )
-        self._kept += [packed, shared, gate, described]
+        self._kept += [packed, shared, gate, latent, described]
         return ctypes.pointer(described)
 
     def _beside(self, beside: Beside) -> Any:

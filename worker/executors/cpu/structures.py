@@ -82,7 +82,7 @@ class NativeExperts(Structure):
         ("router", NativeLinear),
         ("experts", POINTER(NativeMlp)),
         ("shared", POINTER(NativeMlp)),
-        ("shared_gate", POINTER(NativeLinear)),
+        *((name, POINTER(NativeLinear)) for name in ("shared_gate", "latent")),
         ("selection_bias", c_void_p),
         ("scales", c_void_p),
         ("least_sum", c_float),

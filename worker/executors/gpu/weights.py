@@ -99,6 +99,8 @@ def unfit_mixture(experts: Experts) -> str | None:
     shared, first = experts.shared, experts.experts[0]
     if len(experts.experts) > MAX_EXPERTS:
         return f"it has {len(experts.experts)} experts; the maximum is {MAX_EXPERTS}"
+    if experts.latent is not None:
+        return "its experts have inputs of another size, which the kernels do not make"
     if shared is not None and (shared.num_slices != first.num_slices or shared.down.bias is not None):
         return "the expert that all tokens share is cut into other slices than the others"
     if (

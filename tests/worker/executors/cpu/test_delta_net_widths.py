@@ -66,6 +66,12 @@ NEMOTRON = {
     "hybrid_override_pattern": "ME*",
     "num_hidden_layers": 3,
 }
+SUPER = {
+    **NEMOTRON,
+    "hidden_size": 4096,
+    "moe_latent_size": 1024,
+    "mamba_num_heads": 128,
+}
 FALCON = {
     "model_type": "falcon_h1",
     "hidden_size": 2048,
@@ -80,6 +86,7 @@ FALCON = {
 MAMBAS: dict[str, tuple[dict[str, Any], int, int, int]] = {
     "Granite 4 H tiny, one of 4": (GRANITE, 4, 12, 1),
     "Nemotron 3 Nano, one of 4": (NEMOTRON, 4, 16, 2),
+    "Nemotron 3 Super, one of 4": (SUPER, 4, 32, 2),
     "Falcon-H1 1.5B, one of 2": (FALCON, 2, 24, 1),
 }
 """With heads and groups of a rank."""
@@ -222,6 +229,7 @@ SLOW = (
     "Gemma 4 31B, one of 8",
     "Kimi K2, one of 8",
     "Nemotron 3 Nano, one of 4",
+    "Nemotron 3 Super, one of 4",
 )
 
 

@@ -70,6 +70,8 @@ struct NativeExperts {
   const NativeMlp* experts;
   const NativeMlp* shared;          // an expert of all rows, with as many slices as the others; or null
   const NativeLinear* shared_gate;  // one output: the shared expert is weighted by its sigmoid; or null
+  const NativeLinear* latent;       // makes the rows of experts that have another size than the hidden ones; or null.
+                                    // Then each slice of the inputs of the layer's `mlp.down` has their sum first
   const float* selection_bias;      // [experts]: what experts are chosen by is their score and this; or null
   const float* scales;              // [experts]: multiply the weights of chosen experts; or null
   float least_sum;
@@ -152,7 +154,7 @@ struct NativeLayer {
   NativeNorm attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, query_norm, key_norm, value_norm;
   NativeLinear qkv, output;
   NativeMlp mlp;
-  const NativeExperts* experts;  // instead of `mlp`, or beside it, or null
+  const NativeExperts* experts;  // instead of `mlp`, or beside it, or, of latent rows, before its `down`; or null
   const NativeBeside* beside;    // the norms of a mixture beside `mlp`, which has an `mlp_out_norm`; or null
   const float* sinks;
   const float* query_scales;  // [positions]: multiply queries; or null

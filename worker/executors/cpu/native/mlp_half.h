@@ -14,6 +14,7 @@ template <class W> bool Decoder<W>::mlp_half(int index, Thread& t) {
   if (!feeds(l)) return true;
   Rows rows = l.mlp_norm.weight ? Rows{h2.data, h2.stride} : Rows{h.data, h.stride};
   if (!l.parallel && !normed(t, l.mlp_norm, rows)) return false;
+  if (l.experts && l.experts->latent) return latent_part(l, rows, t);
   if (l.experts && !l.beside) return experts_part(l, rows, rows, place_of_sum(t, l.mlp_out_norm), t);
   if (!up_part(t, l.mlp, rows, inner_rows)) return false;
   float* place = place_of_sum(t, l.mlp_out_norm);
@@ -51,6 +52,13 @@ template <class W> void Decoder<W>::activate(const NativeMlp& mlp, int g, const 
 template <class W>
 bool Decoder<W>::experts_part(const NativeLayer& l, Rows routed, Rows rows, float* place, Thread& t) {
   const NativeExperts& e = *l.experts;
+  if (!choose_part(e, routed, t) || !up_of_experts(e, rows, t)) return false;
+  if (e.shared && !shared_part(t, e, rows)) return false;
+  return holdfast::tasks(t.run, e.experts[0].down.groups, [&](int g) { expert_columns(l, e, g, place, t); });
+}
+
+// The experts of each row, and the rows of each expert.
+template <class W> bool Decoder<W>::choose_part(const NativeExperts& e, Rows routed, Thread& t) {
   if (!linear(t, e.router, routed, t.num_rows, [&](int g, int first, int count, const float* sums) {
         for (int r = 0; r < count; r++)
           for (int j = 0; j < GROUP; j += 16) {
@@ -62,19 +70,47 @@ bool Decoder<W>::experts_part(const NativeLayer& l, Rows routed, Rows rows, floa
       }))
     return false;
   if (!row_tasks(t.run, t.num_rows, [&](int r) { choose_experts(e, r); })) return false;
-  if (!holdfast::tasks(t.run, 1, [&](int) { sort_by_expert(e, t.num_rows); })) return false;
-  int assigned = t.num_rows * e.top_k;
-  if (!row_tasks(t.run, assigned, [&](int i) {
-        memcpy((void*)expert_input.row(i), rows.data + order[i] / e.top_k * rows.stride,
-               (expert_input.stride - 32) * sizeof(Input));
+  return holdfast::tasks(t.run, 1, [&](int) { sort_by_expert(e, t.num_rows); });
+}
+
+// The first products of all experts.
+template <class W> bool Decoder<W>::up_of_experts(const NativeExperts& e, Rows rows, Thread& t) {
+  const long length = std::min(rows.stride, expert_input.stride) - 32;
+  if (!row_tasks(t.run, t.num_rows * e.top_k, [&](int i) {
+        memcpy((void*)expert_input.row(i), rows.data + order[i] / e.top_k * rows.stride, length * sizeof(Input));
       }))
     return false;
   int runs = e.experts[0].up.groups;
-  if (!holdfast::tasks(t.run, e.num_experts * runs,
-                       [&](int task) { expert_up(e.experts[task / runs], task / runs, task % runs, t.own); }))
+  return holdfast::tasks(t.run, e.num_experts * runs,
+                         [&](int task) { expert_up(e.experts[task / runs], task / runs, task % runs, t.own); });
+}
+
+// Of experts with rows of another size: their sum, and what all rows go through, are inputs of one product.
+template <class W> bool Decoder<W>::latent_part(const NativeLayer& l, Rows rows, Thread& t) {
+  const NativeExperts& e = *l.experts;
+  float* place = place_of_sum(t, l.mlp_out_norm);
+  if (!choose_part(e, rows, t)) return false;
+  if (!linear(t, *e.latent, rows, t.num_rows, [&](int g, int first, int count, const float* sums) {
+        for (int r = 0; r < count; r++)
+          for (int j = 0; j < GROUP && g * GROUP + j < latent_rows.stride; j += 16) {
+            Lanes v = load(sums + r * GROUP + j);
+            store(latent_rows.row(first + r) + g * GROUP + j,
+                  e.latent->bias ? v + load(e.latent->bias + g * GROUP + j) : v);
+          }
+      }))
     return false;
-  if (e.shared && !shared_part(t, e, rows)) return false;
-  return holdfast::tasks(t.run, e.experts[0].down.groups, [&](int g) { expert_columns(l, e, g, place, t); });
+  if (!up_of_experts(e, {latent_rows.data, latent_rows.stride}, t) || !up_part(t, l.mlp, rows, shared_rows))
+    return false;
+  const NativeLinear &from = e.experts[0].down, &to = l.mlp.down;
+  if (!holdfast::tasks(t.run, from.groups, [&](int g) {
+        const float* sums = sums_of_experts(e, g, t);
+        for (int row = 0; row < t.num_rows; row++, sums += GROUP)
+          for (int j = 0, c = g * GROUP; j < GROUP && c < from.outputs; j += 16, c += 16)
+            put_in_slices(shared_rows.row(row), from.outputs / to.slices, to.slice_tiles * K_TILE, c,
+                          std::min(16, from.outputs - c), load(sums + j));
+      }))
+    return false;
+  return row_parallel(t, l.mlp.down, {shared_rows.data, shared_rows.stride}, l, place);
 }
 
 // `order` lists (row, choice) by expert, rows ascending; `first_of` says where each expert's begin.
@@ -122,10 +158,8 @@ template <class W> void Decoder<W>::add_shared(const NativeExperts& e, int g, fl
   }
 }
 
-// For each slice the experts of a row are added in ascending order, the shared one last; then the slices are, as a binary
-// tree.
-template <class W>
-void Decoder<W>::expert_columns(const NativeLayer& l, const NativeExperts& e, int g, float* place, Thread& t) {
+// Of a group of columns, the sums of each row's experts, in ascending order, for each slice of their inner numbers.
+template <class W> float* Decoder<W>::sums_of_experts(const NativeExperts& e, int g, Thread& t) {
   Local& own = t.own;
   int slices = e.experts[0].down.slices;
   float* sums = own.expert_sums(t.num_rows * slices * GROUP);
@@ -149,7 +183,15 @@ void Decoder<W>::expert_columns(const NativeLayer& l, const NativeExperts& e, in
       }
     }
   }
-  if (e.shared) add_shared(e, g, sums, own, t.num_rows);
+  return sums;
+}
+
+// The shared expert is added last; then the slices are, as a binary tree.
+template <class W>
+void Decoder<W>::expert_columns(const NativeLayer& l, const NativeExperts& e, int g, float* place, Thread& t) {
+  const int slices = e.experts[0].down.slices;
+  float* sums = sums_of_experts(e, g, t);
+  if (e.shared) add_shared(e, g, sums, t.own, t.num_rows);
   for (int row = 0; row < t.num_rows; row++) {
     float* slice = sums + (long)row * slices * GROUP;
     for (int apart = 1; apart < slices; apart *= 2)

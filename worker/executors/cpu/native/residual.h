@@ -66,7 +66,7 @@ void Decoder<W>::sum_over_ranks(Exchange::Sum sum, int row, float* out, long fir
 template <class W> bool Decoder<W>::finish(Thread& t, const NativeLayer& l, bool is_attention) {
   const NativeNorm& norm = is_attention ? l.attention_out_norm : l.mlp_out_norm;
   if (is_direct(norm) || !(is_attention ? mixes(l) : feeds(l))) return true;
-  const float* bias = is_attention ? l.output.bias : l.experts && !l.beside ? nullptr : l.mlp.down.bias;
+  const float* bias = is_attention ? l.output.bias : l.mlp.down.bias;
   const bool two = !is_attention && l.beside, scales = !is_attention && !l.input && l.output_scale != 1.0f;
   return summed_tasks(t, t.num_rows, [&](int r) {
     float* sums = y.row(r);

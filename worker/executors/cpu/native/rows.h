@@ -41,6 +41,17 @@ template <class T> struct Buffer {
   T* row(long r) const { return data + r * stride; }
 };
 
+// Numbers [c, c + count) of those that each slice of a row of inputs has `length` of, first; a slice is filled up.
+template <class Input> inline void put_in_slices(Input* out, int length, int filled, int c, int count, Lanes v) {
+  alignas(64) Input rounded[16];
+  store(rounded, v);
+  for (int from = 0; from < count;) {
+    const int slice = (c + from) / length, within = (c + from) % length, some = std::min(count - from, length - within);
+    memcpy((void*)(out + (long)slice * filled + within), rounded + from, some * sizeof(Input));
+    from += some;
+  }
+}
+
 // The norm of x [n]; x and the weights are readable up to a multiple of 16. Four sums, added pairwise.
 template <class Out> NATIVE_INLINE void norm_row(const float* x, const NativeNorm& norm, int n, Out* out) {
   Lanes mean = zero(), sum[4];

@@ -85,17 +85,10 @@ template <class W> void Decoder<W>::convolve(const NativeLayer& l, int sequence,
   }
 }
 
-// Channels [c, c + count) of a row of the output's inputs, which lie in slices that are filled up.
+// Channels [c, c + count) of a row of the output's inputs.
 template <class W> void Decoder<W>::put_mixed(const NativeLayer& l, int row, int c, int count, Lanes v) {
-  alignas(64) Input rounded[16];
-  store(rounded, v);
-  const int length = l.conv->channels / l.output.slices, filled = l.output.slice_tiles * K_TILE;
-  Input* out = attention_out.row(row);
-  for (int from = 0; from < count;) {
-    const int slice = (c + from) / length, within = (c + from) % length, some = std::min(count - from, length - within);
-    memcpy((void*)(out + (long)slice * filled + within), rounded + from, some * sizeof(Input));
-    from += some;
-  }
+  const int length = l.conv->channels / l.output.slices;
+  put_in_slices(attention_out.row(row), length, l.output.slice_tiles * K_TILE, c, count, v);
 }
 
 // As `narrow`, once the states of all tokens are written: only the wanted rows go on.

@@ -56,11 +56,12 @@ template <class W> class Decoder {
     for (first_reader = m.num_layers; first_reader > 0 && m.layers[first_reader - 1].reads_others;) first_reader--;
     if (sizes.has_states) wanted_mixed = Buffer<Input>(rows, sizes.attended);
     if (sizes.experts) {
-      const long chosen = rows * sizes.chosen;
-      router_logits = Buffer<float>(rows, sizes.logits), expert_input = Buffer<Input>(chosen, m.hidden);
+      const long chosen = rows * sizes.chosen, longest = std::max(m.hidden, sizes.latent);
+      router_logits = Buffer<float>(rows, sizes.logits), expert_input = Buffer<Input>(chosen, longest);
       choices.resize(chosen), weights.resize(chosen), first_of.resize(sizes.experts + 1), order.resize(chosen);
     }
     if (sizes.has_scores) choice_scores = Buffer<float>(rows, sizes.experts);
+    if (sizes.latent) latent_rows = Buffer<Input>(rows, sizes.latent);
     if (sizes.shared) shared_rows = Buffer<Input>(rows, sizes.shared), shared_weights.assign(rows, 1.0f);
     for (int i = 0; i < threads; i++) local.emplace_back(new Local(m.hidden, sizes.latents));
     num_tokens = std::max(0, std::min(m.vocab_rows, m.vocab_size - m.first_vocab_row));
@@ -153,10 +154,7 @@ template <class W> class Decoder {
     long calls = 0;
     Exchange::Waiter peers{SPIN_FOR_PEERS, SPIN_FOR_PEERS};
     std::vector<float> of_experts, widened_rows;  // the latter of `inner_of`
-    float* expert_sums(long count) {
-      of_experts.assign(count, 0.0f);
-      return of_experts.data();
-    }
+    float* expert_sums(long count) { return of_experts.assign(count, 0.0f), of_experts.data(); }
     Local(int hidden, const LatentSizes& latents) : normed(OWN_NORM_ROWS, hidden), head(2, MAX_HEAD) {
       if (!latents.weighed && !latents.query_rows) return;
       query_rows = Buffer<Input>(OWN_NORM_ROWS, latents.query_rows),
@@ -339,9 +337,13 @@ template <class W> class Decoder {
   void add_shared(const NativeExperts& e, int g, float* sums, Local& own, int num_rows);
   static void activate(const NativeMlp& mlp, int g, const float* sums, Input* out);
   bool experts_part(const NativeLayer& l, Rows routed, Rows rows, float* place, Thread& t);
+  bool choose_part(const NativeExperts& e, Rows routed, Thread& t);
+  bool up_of_experts(const NativeExperts& e, Rows rows, Thread& t);
+  bool latent_part(const NativeLayer& l, Rows rows, Thread& t);
   bool beside_part(const NativeLayer& l, float* place, Thread& t);
   void sort_by_expert(const NativeExperts& e, int num_rows);
   void expert_up(const NativeMlp& expert, int index, int group, Local& own);
+  float* sums_of_experts(const NativeExperts& e, int g, Thread& t);
   void expert_columns(const NativeLayer& l, const NativeExperts& e, int g, float* place, Thread& t);
 
   // --- routing.h ---
@@ -382,17 +384,16 @@ template <class W> class Decoder {
   std::vector<std::unique_ptr<Local>> local;
   Buffer<float> x, y, wanted_x, inner_of_rows, own_inputs, projected, head_queries, group_best, router_logits,
       choice_scores;
-  Buffer<Input> h, h2, queries, attention_out, wanted_mixed, inner_rows, expert_input, shared_rows, gated_inputs,
-      query_rows, weighed;  // the last two of latent attention, as `head_queries`
+  Buffer<Input> h, h2, queries, attention_out, wanted_mixed, inner_rows, expert_input, shared_rows, latent_rows,
+      gated_inputs, query_rows, weighed;  // the last two of latent attention, as `head_queries`
   Buffer<int> group_at;
   std::vector<int> choices, first_of, order, slices_of_site, wanted_adapters, row_order, wanted_order;
   std::vector<char> adapted_sites;  // of this step
   std::vector<float> weights, shared_weights;
   std::vector<int> kind_of, positions[2];   // positions: of rows, and of wanted rows
   std::vector<AttentionKind> wanted_kinds;  // as those of `attention`, of layers that see the wanted rows alone
-  int first_reader =
-      0;  // from this layer on all read keys and values of others; the number of layers: not even the last
   int num_wanted_units = 0, room = 0;
+  int first_reader = 0;  // from this layer on all read keys and values of others; the number of layers: none does
 };
 
 }  // namespace

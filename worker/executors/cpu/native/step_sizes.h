@@ -43,6 +43,7 @@ struct StepSizes {
   int projected = 0, attended = 0;          // inputs of a first half, and of its output
   int inner = 0, shared = 0;                // of MLPs, and of experts that all rows have
   int experts = 0, logits = 0, chosen = 1;  // experts of a layer, their logits, and experts of a row
+  int latent = 0;                           // rows of experts that are not hidden ones
   bool has_scores = false, has_states = false;
   void add(const NativeLayer& l) {
     if (keeps_state(l)) {
@@ -54,10 +55,12 @@ struct StepSizes {
     attended = std::max(attended, l.output.slices * l.output.slice_tiles * K_TILE);
     if (feeds(l) && (!l.experts || l.beside)) inner = std::max(inner, inner_length(l.mlp));
     if (l.experts) add(*l.experts);
+    if (l.experts && l.experts->latent) shared = std::max(shared, inner_length(l.mlp));
   }
   void add(const NativeExperts& e) {
     for (int i = 0; i < e.num_experts; i++) inner = std::max(inner, inner_length(e.experts[i]));
     if (e.shared) shared = std::max(shared, inner_length(*e.shared));
+    if (e.latent) latent = std::max(latent, e.latent->outputs);
     chosen = std::max(chosen, e.top_k), experts = std::max(experts, e.num_experts);
     logits = std::max(logits, e.router.outputs), has_scores |= e.selection_bias || e.num_groups > 1;
   }
