@@ -13,7 +13,7 @@ from torch import Tensor
 from holdfast.worker.config import SpeculationConfig, WorkerConfig
 from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.models.next_token import NextTokenLayer
+from holdfast.worker.models.next_token import NextTokenLayer, coarse_head
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.step_plan import Drafting, ScheduledSequence, StepPlan
 from tests.parity.families import randomize, save_tiny_model
@@ -166,6 +166,44 @@ def test_requests_are_told_the_same(values, made, requests, alone):
 
 def test_on_two_ranks_requests_are_told_the_same(made, requests, alone):
     assert on_ranks(configured(made[0], 2), lambda leader: run_all(scheduler(leader), leader, requests)) == alone
+
+
+# --- the head that it guesses with ---
+
+
+def test_a_coarse_head_has_nearly_the_numbers_of_the_head():
+    weight = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    coarse = coarse_head(weight)
+    assert coarse is not None
+    (units,) = coarse.units
+    assert units.unit_form is not None
+    assert units.unit_form.bits == 4
+    numbers = units.to(torch.float32)
+    assert (numbers - weight.float()).square().mean() < 0.008 * weight.float().square().mean()
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(64, 64), torch.zeros(64, 48, dtype=torch.bfloat16)])
+def test_a_head_in_float32_or_of_no_whole_groups_stays(weight):
+    assert coarse_head(weight) is None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_in_bfloat16_it_guesses_with_a_head_in_4_bits_and_changes_no_token(size, tmp_path, requests):
+    folder = save_hybrid(tmp_path, "dense", torch.bfloat16)
+    add_layer(folder, Parts(hugging_face(folder), is_behind=False), is_behind=False, num_layers=0)
+    plain = load(worker_config(folder))
+    expected = run_all(scheduler(plain), plain, requests)
+
+    def said(leader: LeaderRunner) -> Said:
+        draft = leader._runner.draft
+        assert isinstance(draft, NextTokenLayer)
+        assert draft._executor.packed.model.head.units.bits == 4
+        ours = scheduler(leader)
+        told = run_all(ours, leader, requests)
+        assert ours.stats().num_draft_tokens > 0
+        return told
+
+    assert on_ranks(configured(folder, size), said) == expected
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ as those of a cached prefix, are left out: no output token depends on the bits o
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,13 +23,17 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
+from holdfast.worker.executors.cpu.weight_codes import searched_codes
 from holdfast.worker.executors.layout import DecoderLayout
-from holdfast.worker.executors.linears import Norm
+from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.models.backend import Backend
 from holdfast.worker.models.draft_model import drawn_params
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.model import serving_dtype
 from holdfast.worker.models.native_backend import NativeBackend
+from holdfast.worker.models.quantization.codes import PackedCodes
+from holdfast.worker.models.quantization.rule import GROUP
+from holdfast.worker.models.quantization.weight import QuantizedWeight
 from holdfast.worker.models.quantized_activations import Kept
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.stated_config import NotStated, read_stated_config
@@ -100,14 +104,16 @@ class NextTokenLayer:
         """`model` has the head, and its group's first rank the whole of it, if it is the only one. At most `max_rows`
         rows of hidden states are kept from step to step.
         """
-        is_alone = model.tensor_parallel_size == 1
+        shared = model.packed.model.head if model.tensor_parallel_size == 1 else None
+        is_coarse = shared is not None and shared.units.bits > 0
+        own = None if is_coarse else coarse_head(parts.layout.head.weights[0])
         self._parts = parts
         self._executor = CpuExecutor(
-            parts.layout,
+            parts.layout if own is None else replace(parts.layout, head=own),
             SingleRank(),
             max_positions=max_len,
             num_threads=threads,
-            head=model.packed.model.head if is_alone else None,
+            head=shared if own is None else None,
         )
         self._executor.keeps_hidden = True
         self._sampler = self._executor.make_sampler()
@@ -249,6 +255,27 @@ class _Pairs:
         self._first += len(self.token_ids)
         self.drafts += (token,)
         self.token_ids, self.hidden = (token,), hidden[None]
+
+
+def coarse_head(weight: Tensor) -> Linear | None:
+    """A head [vocab, hidden] in 4 bits, of which a draft reads a third of the bytes; None where it is served in
+    float32, or an output is no whole number of groups.
+    """
+    if weight.dtype == torch.float32 or weight.shape[1] % GROUP:
+        return None
+    words, scales = searched_codes(weight, GROUP)
+    rows, columns = weight.shape
+    quantized = QuantizedWeight(
+        rows=(0, rows),
+        columns=(0, columns),
+        codes=PackedCodes(stored=words, bits=4, packed_dim=1, middle=8),
+        scales=scales,
+        zeros=None,
+        block_rows=1,
+        groups=torch.arange(columns) // GROUP,
+        is_in_file=False,
+    )
+    return Linear(units=(quantized,))
 
 
 def _normed(norm: Norm, x: Tensor) -> Tensor:

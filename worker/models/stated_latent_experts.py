@@ -35,7 +35,7 @@ class LatentExperts:
         """Experts whose `down` has this rank's outputs."""
         prefix, share, latent = f"{self._prefix}experts.", self._share, self._latent
         inner = getattr(share.config, self._moe.inner)
-        ups = share.tensors.find(f"{prefix}up_proj", (count, inner, latent))
+        ups: Any = share.tensors.find(f"{prefix}up_proj", (count, inner, latent))
         downs: Any = None if ups is None else share.tensors.take(f"{prefix}down_proj", (count, latent, inner))
         up_name, down_name = self._moe.parts
         experts = []

@@ -12,6 +12,8 @@ from holdfast.worker.step_plan import Drafting
 _START: Final = 0.5  # acceptance rate assumed at first
 _WEIGHT: Final = 0.3
 """Weight of the newest verification in the moving average."""
+_FULL_LENGTH: Final = 3
+"""Drafts from which a verification has it; one of fewer drafts says less."""
 
 _PROBE_TOKENS: Final = 2
 _FIRST_SLEEP: Final = 16  # steps of the sequence
@@ -52,7 +54,8 @@ class DraftLength:
     def observe(self, num_drafts: int, num_accepted: int) -> None:
         """Notes the number of verified drafts, at least one, and of accepted ones."""
         was_probe = self._acceptance < self._least_acceptance
-        self._acceptance += _WEIGHT * (num_accepted / num_drafts - self._acceptance)
+        weight = _WEIGHT * min(1.0, num_drafts / _FULL_LENGTH)
+        self._acceptance += weight * (num_accepted / num_drafts - self._acceptance)
         self._num_steps_asleep = 0
         if self._acceptance >= self._least_acceptance:
             self._sleep = _FIRST_SLEEP

@@ -1,5 +1,6 @@
 """Drafts grow with what comes true, shrink to nothing with what does not, and are tried again now and then."""
 
+import random
 from itertools import pairwise
 
 from holdfast.worker.scheduler.drafters import DraftLength, longest_for
@@ -42,6 +43,18 @@ def test_a_probe_that_comes_true_wakes_it():
 
 def test_half_right_drafts_are_shorter_than_right_ones_and_not_none():
     assert all(3 <= length <= 6 for length in play(DraftLength(), 50, acceptance=0.5)[10:])
+
+
+def test_single_drafts_that_mostly_come_true_do_not_stop():
+    """By chance several in a row are wrong, which says little."""
+    coins = random.Random(0)
+    length, num_asleep = DraftLength(0.3), 0
+    for _ in range(2000):
+        if length.next(1):
+            length.observe(1, int(coins.random() < 0.6))
+        else:
+            num_asleep += 1
+    assert num_asleep < 100
 
 
 def test_the_step_has_the_last_word():
