@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from holdfast.worker.config import ModelConfig, Quantization
 from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.executors.cpu.library import is_compact_here
 from holdfast.worker.executors.layout_arithmetic import num_slices
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.family import Family
@@ -16,7 +17,13 @@ from holdfast.worker.models.quantization.rule import HEADS, is_head, is_table, s
 from holdfast.worker.models.quantization.scheme import Layout, WeightScheme, read_scheme
 from holdfast.worker.models.safetensors_header import read_header
 from holdfast.worker.models.text_model import served_config
-from holdfast.worker.models.weight_files import read_object, served_itemsize, weight_bytes, weight_files
+from holdfast.worker.models.weight_files import (
+    read_object,
+    served_dtype,
+    served_itemsize,
+    weight_bytes,
+    weight_files,
+)
 
 _GGUF_BITS: Final = {
     "Q4_0": 4.5,
@@ -51,7 +58,8 @@ _OF_STATES: Final = (".linear_attn.in_proj", ".mamba.in_proj", ".mixer.in_proj",
 _UNIT: Final = 32  # inputs that share a scale
 _HALF, _FLOAT, _ZERO_POINT = 16, 32, 8
 _CODES: Final = ("weight_packed", "qweight", "weight")
-_CODE_DTYPES: Final = ("I32", "I8", "F8_E4M3", "F8_E5M2")
+_E4M3: Final = "F8_E4M3"
+_CODE_DTYPES: Final = ("I32", "I8", _E4M3, "F8_E5M2")
 
 
 def coded_bytes(config: ModelConfig, folder: Path, device: str, model_type: str) -> "CodedBytes | None":
@@ -65,7 +73,8 @@ def coded_bytes(config: ModelConfig, folder: Path, device: str, model_type: str)
     is_exact = config.quantized_activations == "auto" and served_itemsize(folder, config.dtype) > 2
     if is_exact or config.quantized_activations == "bfloat16":
         return None
-    return CodedBytes(folder, config.quantization, family)
+    keeps_floats = served_dtype(folder, config.dtype) == "bfloat16" and is_compact_here()
+    return CodedBytes(folder, config.quantization, family, keeps_floats=keeps_floats)
 
 
 def memory_of_weights(config: ModelConfig, folder: Path, device: str) -> int:
@@ -79,11 +88,19 @@ def memory_of_weights(config: ModelConfig, folder: Path, device: str) -> int:
 class CodedBytes:
     """Bytes of codes of a checkpoint that is quantized, or will be at load."""
 
-    def __init__(self, folder: Path, quantization: Quantization | None, in_units: Family | None = None) -> None:
-        """`in_units`: the family of a model that is served on CPUs; else they are codes on a GPU. Without the
-        checkpoint's files, nothing stays codes.
+    def __init__(
+        self,
+        folder: Path,
+        quantization: Quantization | None,
+        in_units: Family | None = None,
+        *,
+        keeps_floats: bool = False,
+    ) -> None:
+        """`in_units`: the family of a model that is served on CPUs; else they are codes on a GPU. `keeps_floats`:
+        weights of E4M3 stay codes on CPUs. Without the checkpoint's files, nothing stays codes.
         """
         self._in_units = in_units
+        self._keeps_floats = keeps_floats
         self._bits: dict[str, float] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         if is_made_of_gguf(folder):
@@ -146,7 +163,7 @@ class CodedBytes:
             shapes[HEADS[0]] = table
         for name, shape in shapes.items():
             if _is_matrix(shape) and (scheme := scheme_for(quantization, name, shape)) is not None:
-                self._note_scheme(name, shape, scheme, _HALF)
+                self._note_scheme(name, shape, scheme, _HALF, _E4M3 if scheme.is_float else "I8")
 
     def _read_quantized(self, folder: Path) -> None:
         config = served_config(read_object(folder / "config.json"), folder)
@@ -166,13 +183,18 @@ class CodedBytes:
                 continue  # which loading refuses
             shape = _shape_of(own, tuple(entry["shape"]))
             if self._in_units is None or not _has_order(entries, module, config):
-                self._note_scheme(f"{module}.weight", shape, own, _scale_bits(entries, module))
+                self._note_scheme(f"{module}.weight", shape, own, _scale_bits(entries, module), entry["dtype"])
 
-    def _note_scheme(self, name: str, shape: tuple[int, ...], scheme: WeightScheme, scale_bits: int) -> None:
+    def _note_scheme(
+        self, name: str, shape: tuple[int, ...], scheme: WeightScheme, scale_bits: int, dtype: str
+    ) -> None:
+        has_whole_units = (scheme.block[1] or _UNIT) % _UNIT == 0
         if self._in_units is None:
             self._note(name, shape, _bits_of(scheme, shape, scale_bits))
-        elif not scheme.is_float and (scheme.block[1] or _UNIT) % _UNIT == 0:
+        elif has_whole_units and not scheme.is_float:
             self._note(name, shape, scheme.bits + (scale_bits + _ZERO_POINT * _has_zeros(scheme)) / _UNIT)
+        elif has_whole_units and self._keeps_floats and dtype == _E4M3 and not _has_zeros(scheme):
+            self._note(name, shape, _bits_of(scheme, shape, _FLOAT))
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

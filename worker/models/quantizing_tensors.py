@@ -98,7 +98,7 @@ class QuantizingTensors:
         """
         self._tensors = mapped_tensors(folder)
         self._quantization = quantization
-        self._is_tied = bool(config.get("tie_word_embeddings"))
+        self._is_head_table = bool(config.get("tie_word_embeddings")) or not any(map(is_head, self._tensors))
         self._table = next((one for name, one in self._tensors.items() if is_table(name)), None)
         self._check(str(config.get("model_type")))
 
@@ -116,13 +116,12 @@ class QuantizingTensors:
     @property
     def names(self) -> list[str]:
         """Names of all tensors that are left, and of the head that is made of the table."""
-        has_head = any(map(is_head, self._tensors))
-        return [*sorted(self.left), *([] if self._table is None or (has_head and not self._is_tied) else [HEADS[0]])]
+        return [*sorted(self.left), *([HEADS[0]] if self._table is not None and self._is_head_table else [])]
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor | PlainWeight | None:
         """The tensor of a parameter; None: there is no tensor of this name."""
         stored = self._tensors.pop(name, None)
-        if is_head(name) and (self._is_tied or stored is None):
+        if is_head(name) and self._is_head_table:
             stored = self._table
         return None if stored is None else self._taken(name, stored)
 
@@ -144,4 +143,4 @@ class QuantizingTensors:
     def left(self) -> set[str]:
         """Names of unused tensors that matter."""
         unused = {name for name in self._tensors if name.rpartition(".")[2] in UNUSED}
-        return self._tensors.keys() - unused - {name for name in self._tensors if self._is_tied and is_head(name)}
+        return self._tensors.keys() - unused - {name for name in self._tensors if self._is_head_table and is_head(name)}

@@ -59,7 +59,9 @@ def mapped_tensors(folder: Path, others: str | None = None) -> dict[str, MappedT
                 continue
             where = f"{stored} in {path}"
             if name in found:
-                raise ConfigurationError(f"{where} is also in {found[name].file}")
+                raise ConfigurationError(
+                    f"{where} is also in {found[name].file}; remove the file that does not belong to the model"
+                )
             dtype = DTYPES.get(entry["dtype"])
             if dtype is None:
                 raise ConfigurationError(f"{where} is of type {entry['dtype']}, which is not supported")

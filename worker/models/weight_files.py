@@ -82,9 +82,14 @@ def num_tensors(folder: Path) -> int:
     return sum(len(read_header(path)[0]) for path in weight_files(folder))
 
 
+def served_dtype(folder: Path, dtype: str = "auto") -> str:
+    """Type that is served, by its name."""
+    return _checkpoint_dtype(folder) if dtype == "auto" else dtype
+
+
 def served_itemsize(folder: Path, dtype: str = "auto") -> int:
     """Bytes of a number of the type that is served."""
-    return _SERVED.get(_checkpoint_dtype(folder) if dtype == "auto" else dtype, _SERVED["float32"])
+    return _SERVED.get(served_dtype(folder, dtype), _SERVED["float32"])
 
 
 def _head_bytes(files: Sequence[Path], dtype: str) -> int:
@@ -199,8 +204,23 @@ def check_folder(folder: Path, given: str, *, with_weights: bool = True) -> None
     is_quantized = "quantization_config" in served_config(
         read_object(folder / "config.json"), folder
     )  # whose tensors are checked when read
-    for path in [] if is_made_of_gguf(folder) else weight_files(folder):  # which was made from the checked files
+    files = [] if is_made_of_gguf(folder) else weight_files(folder)  # which was made from the checked files
+    for path in files:
         _check_weights(path, given, check_dtypes=not is_quantized)
+    _check_once(folder, files, given)
+
+
+def _check_once(folder: Path, files: Sequence[Path], given: str) -> None:
+    """No tensor of the model is in two files."""
+    named, found = name_in_model(folder), dict[str, str]()
+    for path in files:
+        for name in filter(named, read_header(path)[0]):
+            if name in found:
+                raise ConfigurationError(
+                    f"{given}: the tensor {name[:_SHOWN]} is in {found[name]} and in {path.name}; remove the file that "
+                    "does not belong to the model"
+                )
+            found[name] = path.name
 
 
 def _check_no_adapter(folder: Path, given: str) -> None:

@@ -12,20 +12,21 @@ from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.coded import UNIT
+from holdfast.worker.executors.cpu.library import load_library
 from holdfast.worker.executors.cpu.tile_memory import linears
 from holdfast.worker.executors.layout import Attention, DecoderLayout
-from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.models import coded_bytes
 from holdfast.worker.models.coded_bytes import memory_of_weights
 from holdfast.worker.models.gguf.folder import hf_folder
 from holdfast.worker.models.native_backend import NativeBackend, make_backend
 from holdfast.worker.models.quantized_activations import Kept, check_quantized_activations, kept_form
 from holdfast.worker.models.weight_files import weight_bytes
 from tests.fake_group import run_ranks
-from tests.worker.executors.cpu.unit_weights import weight_of_units
 from tests.worker.executors.models import prepared
 from tests.worker.executors.rank_scenarios import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, all_best, all_bits
 from tests.worker.models.gguf.files import write_model
 from tests.worker.models.layouts import stated
+from tests.worker.models.quantization.comparison import numbers_of_units
 from tests.worker.models.quantization.folders import write
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
@@ -94,12 +95,26 @@ def test_the_memory_that_is_foreseen_is_what_units_take(tmp_path, kind):
     assert memory_of_weights(bfloat16, folder, "cpu") == pytest.approx(whole - dense + taken, rel=0.01)
 
 
+@pytest.mark.parametrize(("layout", "sharing"), [("ct fp8", None), ("fp8 whole blocks", UNIT)])
+def test_the_memory_of_eight_bit_floats_is_that_of_their_codes_where_they_stay(tmp_path, monkeypatch, layout, sharing):
+    folder = write("llama", tmp_path, layout, **SIZES).folder
+    config = ModelConfig(model=str(folder), dtype="bfloat16")
+    read = stated(folder, SingleRank(), "bfloat16", quantized_activations="auto")
+    kept = [part for linear in linears(read) for part in linear.stored]
+    dense = sum(2 * part.shape[0] * part.shape[1] for part in kept)
+    panel_bytes = load_library().native_coded_bytes
+    taken = sum(
+        part.shape[0] // UNIT * panel_bytes(part.shape[1] // UNIT, (sharing or part.shape[1]) // UNIT) for part in kept
+    )
+    assert taken < 0.6 * dense
+    monkeypatch.setattr(coded_bytes, "is_compact_here", lambda: False)
+    whole = memory_of_weights(config, folder, "cpu")
+    assert whole == weight_bytes(folder, "bfloat16")
+    monkeypatch.setattr(coded_bytes, "is_compact_here", lambda: True)
+    assert memory_of_weights(config, folder, "cpu") == pytest.approx(whole - dense + taken, rel=0.001)
+
+
 # --- units of files ---
-
-
-def numbers_of_units(stored: StoredMatrix) -> torch.Tensor:
-    assert stored.unit_form is not None
-    return torch.from_numpy(weight_of_units(stored.unit_form, stored.units(*stored.rows)).numbers())
 
 
 def unit_faults(layout: DecoderLayout) -> list[str]:
@@ -119,11 +134,14 @@ def test_units_of_a_gguf_file_are_its_numbers(tmp_path, kind):
 IN_UNITS = {
     **dict.fromkeys(("gptq", "gptq sym, v2 zeros", "gptq v2", "gptq 8 bits", "awq", "ct w4a16", "ct w4a16 asym"), True),
     **dict.fromkeys(("ct w4a16 channel", "ct w8a16", "ct w8a8", "ct w8a8 asym", "ct w8a8 tensor"), True),
-    **dict.fromkeys(("gptq one group",), True),
+    **dict.fromkeys(("gptq one group", "ct w8a16 asym"), True),
+    **dict.fromkeys(("gptq g8", "awq g16", "gptq 8 bits act-order"), False),
     **dict.fromkeys(("gptq act-order", "gptq sym", "ct w4a16 act-order", "ct fp8", "ct fp8 block", "fp8 block"), False),
     **dict.fromkeys(("fp8 tensor",), False),
 }
-"""Layouts of folders: whether their linears lie in units. Orders of activations and floating-point codes do not."""
+"""Layouts of folders: whether their linears lie in units. Orders of activations, floating-point codes, and groups of
+fewer inputs than a unit do not.
+"""
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])

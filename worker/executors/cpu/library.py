@@ -44,6 +44,10 @@ _FLAGS_OF: Final = {
 }
 
 
+COMPACT_CLASSES: Final = frozenset({"avx512bf16", "avx512"})
+"""Instruction classes that keep bfloat16 compact: where reading it was measured to cost less than it saves."""
+
+
 class Unavailable(ConfigurationError):
     """The native library cannot run here; the message names the missing feature."""
 
@@ -51,6 +55,11 @@ class Unavailable(ConfigurationError):
 def runnable_classes() -> list[str]:
     """The instruction classes that this machine runs, best first."""
     return [name for name in CLASSES if not missing_instructions(name)]
+
+
+def is_compact_here() -> bool:
+    """Whether this machine's best class keeps bfloat16 compact, and E4M3 as codes."""
+    return next(iter(runnable_classes()), None) in COMPACT_CLASSES
 
 
 def missing_instructions(name: str) -> set[str]:

@@ -68,8 +68,6 @@ def address_of(memory: mmap.mmap) -> int:
 
 logger = logging.getLogger(__name__)
 
-COMPACT_CLASSES: Final = frozenset({"avx512bf16", "avx512"})
-"""Instruction classes that keep bfloat16 compact: where reading it was measured to cost less than it saves."""
 PANEL: Final = 32
 """Outputs of a panel: the least that is compact by itself."""
 

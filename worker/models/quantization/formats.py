@@ -53,6 +53,23 @@ def _grid(scheme: WeightScheme, shape: tuple[int, ...]) -> tuple[int, int]:
     return _ceil(shape[0], rows or shape[0]), _ceil(shape[1], columns or shape[1])
 
 
+def _check_groups(parts: Parts, part: str, scheme: WeightScheme, shape: tuple[int, ...]) -> None:
+    """Formats without blocks and without an order of activations have whole groups alone. With another length, groups
+    of as many would be read wrongly.
+    """
+    rows, columns = scheme.block
+    if rows == 1 and columns is not None and shape[1] % columns:
+        raise parts.refuse(part, f"belongs to {shape[1]} inputs, which groups of {columns} do not divide")
+
+
+def _scales(parts: Parts, part: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
+    """A weight's scales. All of them zero are what a file has where it was never written."""
+    scales = parts.take(part, dtypes, *shapes)
+    if scales.numel() and not bool(scales.float().any()):
+        raise parts.refuse(part, "is zero everywhere")
+    return scales
+
+
 def _weight(
     scheme: WeightScheme,
     shape: tuple[int, ...],
@@ -93,7 +110,7 @@ def _gptq(parts: Parts, scheme: WeightScheme, shape: tuple[int, ...]) -> Quantiz
     bits, per_word = scheme.bits, 32 // scheme.bits
     _, num_groups = _grid(scheme, shape)
     words = parts.take("qweight", _INT32, (_ceil(inputs, per_word), outputs))
-    scales = parts.take("scales", _FLOATS, (num_groups, outputs))
+    scales = _scales(parts, "scales", _FLOATS, (num_groups, outputs))
     packed = parts.take("qzeros", _INT32, (num_groups, _ceil(outputs, per_word)))
     zeros = unpacked(packed, bits, 1, ((0, num_groups), (0, outputs))).float()
     is_second_version = scheme.is_symmetric and bool((zeros == 1 << (bits - 1)).all())  # whatever the config says
@@ -106,9 +123,10 @@ def _gptq(parts: Parts, scheme: WeightScheme, shape: tuple[int, ...]) -> Quantiz
 def _awq(parts: Parts, scheme: WeightScheme, shape: tuple[int, ...]) -> QuantizedWeight:
     outputs, inputs = shape
     _, num_groups = _grid(scheme, shape)
+    _check_groups(parts, "scales", scheme, shape)
     packed_outputs = _ceil(outputs, 32 // scheme.bits)
     words = parts.take("qweight", _INT32, (inputs, packed_outputs))
-    scales = parts.take("scales", _FLOATS, (num_groups, outputs))
+    scales = _scales(parts, "scales", _FLOATS, (num_groups, outputs))
     packed = parts.take("qzeros", _INT32, (num_groups, packed_outputs))
     zeros = unpacked(packed, scheme.bits, 1, ((0, num_groups), (0, outputs)), AWQ_ORDER)
     codes = PackedCodes(stored=words, bits=scheme.bits, packed_dim=1, is_transposed=True, order=AWQ_ORDER)
@@ -123,7 +141,8 @@ def _packed(parts: Parts, scheme: WeightScheme, shape: tuple[int, ...]) -> Quant
         stated = tuple(parts.take("weight_shape", (torch.int64, torch.int32), (2,)).tolist())
         if stated != shape:
             raise parts.refuse("weight_shape", f"says {list(stated)}, where the model has {list(shape)}")
-    scales = parts.take("weight_scale", _FLOATS, *_shapes_of(grid)).reshape(grid)
+    scales = _scales(parts, "weight_scale", _FLOATS, *_shapes_of(grid)).reshape(grid)
+    _check_groups(parts, "weight_scale", scheme, shape)
     codes = PackedCodes(stored=words, bits=scheme.bits, packed_dim=1, middle=1 << (scheme.bits - 1))
     groups = _groups_of(parts, "weight_g_idx", inputs, grid[1])
     return _weight(scheme, shape, codes, scales, _signed_zeros(parts, scheme, shape), groups)
@@ -153,7 +172,8 @@ def _plain(parts: Parts, scheme: WeightScheme, shape: tuple[int, ...]) -> Quanti
     grid = _grid(scheme, shape)
     values = parts.take("weight", _EIGHT_BITS, (shape[0], shape[1]))
     part = "weight_scale_inv" if parts.has("weight_scale_inv") else "weight_scale"
-    scales = parts.take(part, (*_FLOATS, torch.float8_e8m0fnu), *_shapes_of(grid)).reshape(grid)
+    _check_groups(parts, part, scheme, shape)
+    scales = _scales(parts, part, (*_FLOATS, torch.float8_e8m0fnu), *_shapes_of(grid)).reshape(grid)
     zeros = _signed_zeros(parts, scheme, shape)
     scales = scales if scales.dtype in _FLOATS else scales.float()
     return _weight(scheme, shape, PlainCodes(values), scales, zeros)

@@ -2,7 +2,7 @@
 
 Linears of layers get the scheme that is asked for; where 4 bits do not fit, because a group would not have all its
 inputs, 8 bits. The head, that of a model whose head is its table too, gets 8 bits. All else stays as it is: the table
-of embeddings, of which a token reads one row, routers of experts, norms, biases.
+of embeddings, of which a token reads one row, routers of experts, convolutions, norms, biases.
 
 Schemes, those of the rule and those of checkpoints, in words: `AWQ int4 g128`, `none`, as commands, APIs and the page
 have them.
@@ -53,7 +53,7 @@ def _compressed(weights: WeightScheme) -> str:
 GROUP: Final = 32
 """Inputs that share a scale of 4 bits."""
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 """Goes up where the same weights get other codes."""
 
 INT4: Final = WeightScheme(layout=Layout.PACKED, bits=4, block=(1, GROUP))
@@ -64,11 +64,16 @@ _OF_LINEARS: Final = {"int4": INT4, "int8": INT8, "fp8": FP8}
 _OF_HEADS: Final = {"int4": INT8, "int8": INT8, "fp8": FP8}
 
 HEADS: Final = ("lm_head.weight", "embed_out.weight", "output_projection.weight")
-TABLES: Final = ("embed_tokens.weight", "embed_in.weight", "wte.weight")
+TABLES: Final = (
+    *("embed_tokens.weight", "embed_in.weight", "wte.weight"),
+    *("backbone.embeddings.weight", "model.embeddings.weight"),
+)
 """Ends of the names of heads and of tables of embeddings."""
 
 _IN_A_LAYER: Final = re.compile(r"(^|\.)(layers|h)\.\d+\.")
-_ROUTERS: Final = re.compile(r"\.(gate|shared_expert_gate|router(\..*)?)\.weight$")
+_ROUTERS: Final = re.compile(r"\.(gate(\.wg)?|shared_expert_gate|router(\..*)?)\.weight$")
+_NORMS: Final = re.compile(r"norm\.weight$")
+"""Norms, whose weights are [heads, head dimension] where heads differ."""
 
 
 def scheme_for(quantization: Quantization, name: str, shape: tuple[int, ...]) -> WeightScheme | None:
@@ -76,7 +81,7 @@ def scheme_for(quantization: Quantization, name: str, shape: tuple[int, ...]) ->
     if is_head(name):
         return _OF_HEADS[quantization]
     is_linear = len(shape) == 2 and name.endswith(".weight")
-    if not is_linear or not _IN_A_LAYER.search(name) or _ROUTERS.search(name):
+    if not is_linear or not _IN_A_LAYER.search(name) or _ROUTERS.search(name) or _NORMS.search(name):
         return None
     scheme = _OF_LINEARS[quantization]
     return INT8 if scheme is INT4 and shape[1] % GROUP else scheme
@@ -93,8 +98,9 @@ def is_table(name: str) -> bool:
 
 
 def has_layers_experts(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor has the weights of several experts of a layer."""
-    return len(shape) > 2 and _IN_A_LAYER.search(name) is not None
+    """Whether a tensor has the weights of several experts of a layer: a convolution's are [channels, 1, width]."""
+    is_stack = sum(length > 1 for length in shape) > 2
+    return is_stack and _IN_A_LAYER.search(name) is not None
 
 
 def words_at_load(quantization: Quantization) -> str:

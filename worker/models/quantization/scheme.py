@@ -90,7 +90,7 @@ def read_scheme(config: Mapping[str, Any]) -> QuantizationScheme | None:
     Raises `UnsupportedModelError` that names an unsupported scheme.
     """
     found = config.get("quantization_config")
-    if not found:
+    if found is None or found == {}:
         return None
     model_type = str(config.get("model_type"))
     if not isinstance(found, Mapping):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.worker.executors.cpu import tile_memory
+from holdfast.worker.executors.cpu import library
 from holdfast.worker.executors.cpu.tile_memory import (
     MISFIT,
     NOT_FINITE,
@@ -271,4 +271,4 @@ def test_memory_that_is_not_compact_has_no_room_of_its_own():
 
 
 def test_the_classes_that_keep_weights_compact_are_classes():
-    assert set(ALL) >= tile_memory.COMPACT_CLASSES
+    assert set(ALL) >= library.COMPACT_CLASSES

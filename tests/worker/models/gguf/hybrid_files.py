@@ -22,6 +22,7 @@ from tests.worker.models.gguf.files import (
     add_field,
     add_tensor,
     architecture_number,
+    kind_of,
     permuted,
     quantized,
     stacked,
@@ -82,7 +83,7 @@ def write_hybrid(
     for hf_name, tensor in stacked(load_file(source / "model.safetensors")).items():
         for own, converted in converter.tensors(hf_name, tensor.float()):
             plain = change(own, converted).contiguous().numpy().astype(np.float32)
-            used = kind if is_quantized(own, plain.shape) else "F32"
+            used = kind if is_quantized(own, plain.shape, kind) else "F32"
             rows = plain.reshape(-1, plain.shape[-1]) if plain.ndim == 3 else plain
             stored, _ = quantized(rows, used)
             add_tensor(writer, own, stored.reshape(*plain.shape[:-1], -1), used)
@@ -93,17 +94,18 @@ def write_hybrid(
     return Written(where / "model.gguf", source)
 
 
-def is_quantized(own: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is, of a file with blocks of 32."""
-    return len(shape) > 1 and shape[-1] % 32 == 0 and not any(part in own for part in EXACT)
+def is_quantized(own: str, shape: tuple[int, ...], kind: str) -> bool:
+    """Whether a tensor is, in a file of this type."""
+    fits = shape[-1] % gguf.GGML_QUANT_SIZES[kind_of(kind)][0] == 0
+    return len(shape) > 1 and fits and not any(part in own for part in EXACT)
 
 
-def in_blocks(own: str, tensor: Tensor) -> Tensor:
-    """The numbers that a tensor has in blocks of Q8_0."""
-    if not is_quantized(own, tuple(tensor.shape)):
+def in_blocks(own: str, tensor: Tensor, kind: str = "Q8_0") -> Tensor:
+    """The numbers that a tensor has in a file of this type."""
+    if not is_quantized(own, tuple(tensor.shape), kind):
         return tensor
     rows = tensor.contiguous().numpy().reshape(-1, tensor.shape[-1])
-    return torch.from_numpy(quantized(rows, "Q8_0")[1]).reshape(tensor.shape)
+    return torch.from_numpy(quantized(rows, kind)[1]).reshape(tensor.shape)
 
 
 class Converter(Metadata):

@@ -124,11 +124,13 @@ def compressed(
     return pack
 
 
-def eight_bit_floats(block: tuple[int, int] | None, name: str, *, by_channel: bool = False) -> Packer:
+def eight_bit_floats(
+    block: tuple[int, int] | None, name: str, *, by_channel: bool = False, kind: torch.dtype = torch.float8_e4m3fn
+) -> Packer:
     """fp8: a scale for each block, for each output, or for all."""
 
     def pack(outputs: int, inputs: int, rng: np.random.Generator) -> tuple[Tensors, NDArray[np.float32]]:
-        codes = torch.from_numpy(rng.standard_normal((outputs, inputs)) * 8).to(torch.float8_e4m3fn)
+        codes = torch.from_numpy(rng.standard_normal((outputs, inputs)) * 8).to(kind)
         rows, columns = block or ((1, inputs) if by_channel else (outputs, inputs))
         shape = -(-outputs // rows), -(-inputs // columns)
         scales = torch.from_numpy(0.01 + 0.02 * rng.random(shape)).float()
@@ -170,13 +172,20 @@ LAYOUTS: dict[str, tuple[Packer, dict[str, Any]]] = {
     "gptq sym, v2 zeros": (gptq(sym=True, version=2), gptq_config(sym=True)),
     "gptq v2": (gptq(version=2), gptq_config(checkpoint_format="gptq_v2")),
     "gptq 8 bits": (gptq(bits=8), gptq_config(bits=8)),
+    "gptq 8 bits act-order": (gptq(bits=8, sym=True, act_order=True), gptq_config(bits=8, sym=True, desc_act=True)),
+    "gptq g8": (gptq(group=8), gptq_config(group_size=8)),
     "gptq one group": (gptq(group=-1), gptq_config(group_size=-1)),
     "awq": (awq(), AWQ),
+    "awq g16": (awq(group=16), {**AWQ, "group_size": 16}),
     "ct w4a16": (compressed(), ct_config(4, "group", "pack-quantized")),
     "ct w4a16 asym": (compressed(symmetric=False), ct_config(4, "group", "pack-quantized", symmetric=False)),
     "ct w4a16 act-order": (compressed(act_order=True), ct_config(4, "group", "pack-quantized", actorder="group")),
     "ct w4a16 channel": (compressed(strategy="channel"), ct_config(4, "channel", "pack-quantized")),
     "ct w8a16": (compressed(bits=8, strategy="channel"), ct_config(8, "channel", "pack-quantized")),
+    "ct w8a16 asym": (
+        compressed(bits=8, symmetric=False),
+        ct_config(8, "group", "pack-quantized", symmetric=False),
+    ),
     "ct w8a8": (compressed(bits=8, strategy="channel", packed=False), ct_config(8, "channel", "int-quantized")),
     "ct w8a8 asym": (
         compressed(bits=8, packed=False, symmetric=False),
@@ -187,14 +196,29 @@ LAYOUTS: dict[str, tuple[Packer, dict[str, Any]]] = {
         eight_bit_floats(None, "weight_scale", by_channel=True),
         ct_config(8, "channel", "float-quantized", kind="float"),
     ),
+    "ct fp8 tensor": (
+        eight_bit_floats(None, "weight_scale"),
+        ct_config(8, "tensor", "naive-quantized", kind="float"),
+    ),
+    "ct fp8 group": (
+        eight_bit_floats((1, GROUP), "weight_scale"),
+        ct_config(8, "group", "float-quantized", kind="float"),
+    ),
     "ct fp8 block": (
         eight_bit_floats((24, 20), "weight_scale"),
         ct_config(8, "block", "float-quantized", kind="float", block_structure=[24, 20]),
     ),
     "fp8 block": (eight_bit_floats((24, 20), "weight_scale_inv"), {**FP8, "weight_block_size": [24, 20]}),
+    "fp8 whole blocks": (
+        eight_bit_floats((40, 32), "weight_scale_inv"),
+        {**FP8, "weight_block_size": [40, 32]},
+    ),
     "fp8 tensor": (eight_bit_floats(None, "weight_scale"), {**FP8, "activation_scheme": "static"}),
+    "fp8 e5m2": (eight_bit_floats(None, "weight_scale", kind=torch.float8_e5m2), {**FP8, "fmt": "e5m2"}),
 }
-"""By name: how a weight is packed, and the quantization_config. Blocks of fp8 divide neither the weights nor shares."""
+"""By name: how a weight is packed, and the quantization_config. Blocks of fp8 divide neither the weights nor shares; of
+whole ones a tile of inputs has one scale.
+"""
 
 
 @dataclass
@@ -251,9 +275,10 @@ def quantized(source: Path, where: Path, layout: str) -> Written:
     return written
 
 
-def write_gpt_oss(where: Path) -> Written:
+def write_gpt_oss(where: Path, **changes: Any) -> Written:
     """Experts in MXFP4: blocks [expert, out, in / 32, 16] of two numbers a byte, the first in the low bits."""
-    source = save_tiny_model("gpt_oss", where / "source", **{**SIZES, "num_hidden_layers": 2, "intermediate_size": 64})
+    sizes = {**SIZES, "num_hidden_layers": 2, "intermediate_size": 64, **changes}
+    source = save_tiny_model("gpt_oss", where / "source", **sizes)
     rng = np.random.default_rng(0)
     written = Written(where / "quantized", where / "dequantized")
     quantized: Tensors = {}

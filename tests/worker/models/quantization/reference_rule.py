@@ -3,6 +3,7 @@ scales of a weight, and the folder that a plain one becomes when they are dequan
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -87,16 +88,22 @@ def in_bfloat16(folder: Path) -> Path:
     return folder
 
 
+STAY = re.compile(r"embed|norm|conv1d|router|gate$|\.wg$")
+"""Modules of two dimensions whose weights stay as they are."""
+
+
 def dequantized(folder: Path, quantization: str, where: Path) -> Path:
     """What a plain folder becomes: its linears and its head are coded, and the head is no table any more."""
     shutil.copytree(folder, where)
     tensors = load_file(folder / "model.safetensors")
-    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
+    if not any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in tensors):
+        table = next(name for name in tensors if re.search(r"(embed_tokens|embed_in|embeddings)\.weight$", name))
+        tensors["lm_head.weight"] = tensors[table].clone()
     for name, values in tensors.items():
-        module = name.removesuffix(".weight").rpartition(".")[2]
-        if module == "lm_head":
+        module = name.removesuffix(".weight")
+        if module.endswith(("lm_head", "embed_out")):
             tensors[name] = numbers_of(OF_HEADS[quantization](values))
-        elif values.dim() == 2 and module not in ("embed_tokens", "gate"):
+        elif module != name and ".layers." in name and values.dim() == 2 and not STAY.search(module):
             fits = quantization != "int4" or values.shape[1] % GROUP == 0
             tensors[name] = numbers_of((OF_LINEARS[quantization] if fits else eight_bits)(values))
     save_file(tensors, where / "model.safetensors", {"format": "pt"})

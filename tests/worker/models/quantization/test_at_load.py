@@ -113,6 +113,7 @@ def differences_on(plain: Path, quantization: str, numbers: Path, size: int) -> 
     return differences_of(plain, numbers, size, quantization=quantization)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "phi3"])
 def test_a_model_is_its_dequantized_folder(tmp_path, family, quantization):
@@ -129,6 +130,25 @@ def test_three_ranks_have_shares_of_the_same_codes(tmp_path, quantization):
     plain = reference.in_bfloat16(save_tiny_model("llama", tmp_path / "plain", **{**SIZES, **heads}))
     numbers = reference.dequantized(plain, quantization, tmp_path / "numbers")
     assert differences_on(plain, quantization, numbers, 3) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.embed_tokens.weight", (100, 64)),
+        ("model.layers.0.mlp.gate.weight", (4, 64)),
+        ("model.layers.0.mlp.gate.wg.weight", (4, 64)),
+        ("model.layers.0.mlp.shared_expert_gate.weight", (1, 64)),
+        ("model.layers.0.router.proj.weight", (4, 64)),
+        ("model.layers.0.self_attn.q_norm.weight", (4, 16)),
+        ("model.layers.0.conv.conv.weight", (64, 1, 3)),
+        ("model.layers.0.mamba.A_log", (4, 16)),
+        ("model.layers.0.self_attn.q_proj.bias", (64,)),
+    ],
+)
+def test_what_stays_as_it_is(name, shape):
+    assert scheme_for("int4", name, shape) is None
+    assert scheme_for("int8", name, shape) is None
 
 
 def test_inputs_that_are_no_groups_have_8_bits(tmp_path):

@@ -1,30 +1,23 @@
 """Every stated family in every format: what a rank reads of a quantized folder is what it reads of its numbers.
 
-In bfloat16 and as units. `make test` has one layout and one number of ranks a family, by turns; the rest is slow.
+In bfloat16 and as units; quantized folders, and plain ones that are quantized while they are loaded. `make test` has
+one layout and one number of ranks a family, by turns; the rest is slow.
 """
 
+import shutil
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from holdfast.worker.config import ModelConfig
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-from holdfast.worker.errors import UnsupportedModelError
-from holdfast.worker.executors.layout import DecoderLayout
-from holdfast.worker.executors.linears import Linear
 from holdfast.worker.models.families import FAMILIES
-from holdfast.worker.models.stated_layout import read_stated
-from tests.fake_group import run_ranks
 from tests.parity.families import NOT_SPLIT, save_tiny_model, settings_of
 from tests.parity.hybrids import PATTERNS, save_hybrid
-from tests.worker.models.layouts import differences
+from tests.worker.models.quantization import reference_rule as reference
+from tests.worker.models.quantization.comparison import differences_between
 from tests.worker.models.quantization.folders import LAYOUTS, Written, quantized
-from tests.worker.models.test_int8 import numbers_of_units
 
 HYBRIDS = {
     "kimi_linear": "kimi",
@@ -66,9 +59,26 @@ NOT_READ: dict[str, set[int]] = {name: {2, 3, 4} for name in NOT_SPLIT & FAMILIE
 """Numbers of ranks that cannot share a family's tiny model natively."""
 
 RANKS = (1, 2, 3, 4)
-IN_TURN = ("gptq act-order", "awq", "ct w4a16 asym", "ct w8a8", "fp8 block", "ct fp8", "gptq 8 bits")
+IN_TURN = (
+    *("gptq act-order", "awq", "ct w4a16 asym", "ct w8a8", "fp8 block", "ct fp8", "gptq 8 bits"),
+    *("fp8 whole blocks", "fp8 e5m2", "gptq g8"),
+)
 """One layout of each form of codes, scales and zero points."""
 
+AT_LOAD = ("int4", "int8", "fp8")
+STACKED = ("gemma4_text", "gpt_oss", "granitemoe", "granitemoehybrid")
+"""Families whose experts lie in one tensor, of which codes are not made at load."""
+OTHER_NAMES = (
+    "falcon_h1",
+    "gpt_neox",
+    "hunyuan_v1_moe",
+    "kimi_linear",
+    "lfm2_moe",
+    "mamba2",
+    "nemotron_h",
+    "qwen3_next",
+)
+"""Families with other tensors that stay as they are, or other names of these, than llama's."""
 
 OF_THREE: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "mamba_d_ssm"), 96),
@@ -105,47 +115,6 @@ def sources(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("sources")
 
 
-def read(folder: Path, group: TensorParallelGroup, arithmetic: str = "bfloat16") -> DecoderLayout | str:
-    """What a rank reads, in numbers; or why it reads nothing."""
-    config = ModelConfig(model=str(folder), quantized_activations=arithmetic)
-    try:
-        found = read_stated(config, folder, group)
-    except UnsupportedModelError as error:
-        return str(error)
-    return found if isinstance(found, str) else in_numbers(found[0])
-
-
-def in_numbers(part: Any) -> Any:
-    """The same part of a layout with the numbers of units, or of codes, in their place."""
-    if isinstance(part, Linear):
-        weights = tuple(numbers_of_units(one).to(torch.bfloat16) for one in part.units)
-        weights += tuple(one.to(torch.bfloat16) for one in part.codes)
-        return replace(part, weights=weights, units=(), codes=()) if weights else part
-    if isinstance(part, tuple):
-        return tuple(map(in_numbers, part))
-    if is_dataclass(part) and not isinstance(part, type):
-        return replace(part, **{field.name: in_numbers(getattr(part, field.name)) for field in fields(part)})
-    return part
-
-
-def differences_between(ours: Path, theirs: Path, size: int) -> tuple[bool, list[str]]:
-    """Whether ranks read the second folder, and where the first one differs from it."""
-
-    def compared(group: TensorParallelGroup) -> tuple[bool, list[str]]:
-        expected = read(theirs, group)
-        found = []
-        for arithmetic in ("bfloat16", "int8"):
-            own = read(ours, group, arithmetic)
-            if isinstance(own, str) or isinstance(expected, str):
-                found += [] if own == expected else [f"{own!r} is not {expected!r}"]
-            else:
-                found += [f"{arithmetic}: {place}" for place in differences(own, expected)]
-        return not isinstance(expected, str), found
-
-    ranks = run_ranks(size, compared)
-    return all(is_read for is_read, _ in ranks), [found for _, rank in ranks for found in rank]
-
-
 @cache
 def written_of(family: str, layout: str, sources: Path, where: Path, *, of_three: bool) -> Written:
     written = quantized(source_of(family, sources, of_three=of_three), where / str(of_three), layout)
@@ -158,10 +127,27 @@ def faults(family: str, layout: str, sources: Path, where: Path, ranks: Sequence
     found: list[str] = []
     for size in ranks:
         written = written_of(family, layout, sources, where, of_three=size == 3)
-        is_read, places = differences_between(written.folder, written.dequantized, size)
-        found += [f"{size} ranks: {place}" for place in places]
-        if is_read == (size in NOT_READ.get(family, set())):
-            found.append(f"{size} ranks {'read' if is_read else 'do not read'} it")
+        found += faults_on(family, size, written)
+    return found
+
+
+def faults_on(family: str, size: int, written: Written, **settings: Any) -> list[str]:
+    reason, places = differences_between(written.folder, written.dequantized, size, **settings)
+    found = [f"{size} ranks: {place}" for place in places]
+    if (reason is None) == (size in NOT_READ.get(family, set())):
+        found.append(f"{size} ranks read it" if reason is None else f"{size} ranks: {reason}")
+    return found
+
+
+def faults_at_load(
+    family: str, quantization: str, sources: Path, where: Path, ranks: Sequence[int] = RANKS
+) -> list[str]:
+    """The same of a plain folder that is quantized while it is loaded."""
+    found: list[str] = []
+    for size in ranks:
+        plain = shutil.copytree(source_of(family, sources, of_three=size == 3), where / f"{size}")
+        numbers = reference.dequantized(reference.in_bfloat16(plain), quantization, where / f"{size} numbers")
+        found += faults_on(family, size, Written(plain, numbers), quantization=quantization)
     return found
 
 
@@ -177,3 +163,22 @@ def test_a_family_in_one_format_is_its_dequantized_folder(family, sources, tmp_p
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_in_any_format_is_its_dequantized_folder(family, layout, sources, tmp_path):
     assert faults(family, layout, sources, tmp_path) == []
+
+
+@pytest.mark.parametrize("family", OTHER_NAMES)
+def test_a_family_is_quantized_at_load(family, sources, tmp_path):
+    turn = OTHER_NAMES.index(family)
+    ranks = RANKS[turn % len(RANKS)]
+    assert faults_at_load(family, AT_LOAD[turn % len(AT_LOAD)], sources, tmp_path, [ranks]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", AT_LOAD)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_family_is_quantized_at_load(family, quantization, sources, tmp_path):
+    found = faults_at_load(family, quantization, sources, tmp_path)
+    if family in STACKED:
+        assert found
+        assert all("has the weights of several experts, of which codes are not made at load" in one for one in found)
+    else:
+        assert found == []

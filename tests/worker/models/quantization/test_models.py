@@ -39,8 +39,12 @@ def test_experts(tmp_path, family, layout):
 
 
 def test_experts_in_mxfp4(tmp_path):
-    written = write_gpt_oss(tmp_path)
-    assert [differences_on(written, size) for size in (1, 2)] == [[], []]
+    """On three ranks an inner size whose blocks are cut."""
+    written = write_gpt_oss(tmp_path / "even")
+    assert [differences_on(written, size) for size in (1, 2, 4)] == [[], [], []]
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    written = write_gpt_oss(tmp_path / "of three", **heads, intermediate_size=96)
+    assert differences_on(written, 3) == []
 
 
 def answers(

@@ -40,6 +40,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], str]] = {
     "hqq": ({"quant_method": "hqq"}, "hqq"),
     "no method": ({"bits": 4}, "unnamed"),
     "no mapping": (["gptq"], "gptq"),
+    "an empty list": ([], "[]"),
     "gptq, 3 bits": (gptq_config(bits=3), "bits = '3'"),
     "gptq, bits as a flag": (gptq_config(bits=True), "bits = 'True'"),
     "gptq, no groups": (gptq_config(group_size=None), "group_size"),
@@ -197,6 +198,33 @@ def test_experts_without_scales(tmp_path):
 
     message = loading_fails(write_gpt_oss(tmp_path).change(drop).folder)
     assert f"lacks the tensor {name}" in message
+
+
+@pytest.mark.parametrize(
+    ("layout", "part"),
+    [("gptq", "scales"), ("awq", "scales"), ("ct w4a16", "weight_scale"), ("fp8 block", "weight_scale_inv")],
+)
+def test_scales_that_were_never_written(tmp_path, layout, part):
+    written = write("llama", tmp_path, layout).change(lambda tensors: tensors[f"{NAME}.{part}"].zero_())
+    assert f"model.safetensors: the tensor {NAME}.{part} is zero everywhere" in loading_fails(written.folder)
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    folder = write("llama", tmp_path, "awq").folder
+    (folder / "tokenizer.json").write_text("{}")
+    shutil.copy(folder / "model.safetensors", folder / "more.safetensors")
+    config = HoldfastConfig.model_validate({"model": {"model": str(folder)}})
+    with pytest.raises(
+        ConfigurationError, match=r"the tensor .* is in model\.safetensors and in more\.safetensors; rem"
+    ):
+        check_files(config)
+
+
+def test_groups_that_do_not_divide_the_inputs(tmp_path):
+    """As many groups of 33 would be there as of 32."""
+    written = write("llama", tmp_path, "awq")
+    set_config(written.folder, quantization_config={**AWQ, "group_size": 33})
+    assert "belongs to 96 inputs, which groups of 33 do not divide" in loading_fails(written.folder)
 
 
 @pytest.mark.parametrize("layout", ["gptq 8 bits", "awq", "ct w4a16 asym", "ct w8a8", "fp8 block"])
