@@ -30,6 +30,14 @@ def test_a_figure_stands_on_its_page(row):
     assert row["figure"] in plain((PAGE.parent / row["page"]).read_text())
 
 
+def test_the_comparison_quotes_the_performance_page():
+    rows = [line for line in (ROOT / "docs/comparison.md").read_text().splitlines() if line.startswith("| ")]
+    figures = {figure for row in rows for figure in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", row)}
+    performance = (ROOT / "docs/performance.md").read_text()
+    assert len(figures) > 20
+    assert [figure for figure in sorted(figures) if figure not in performance] == []
+
+
 def problem_of(command: str) -> str:
     """Why it cannot be run; empty: it can."""
     program, *words = shlex.split(command)
