@@ -169,11 +169,27 @@ class _Plan:
         is_own = self._own == number
         is_whole = is_own.all(axis=1)
         if is_whole.any():
-            blocks = b[torch.from_numpy(self._rows[is_whole])]
-            lines = self.spans["place"][is_whole, None] // _LANES + np.arange(rank)
-            numbers.view(-1, _LANES)[torch.from_numpy(lines)] = blocks.transpose(1, 2)
+            blocks = _rows_of(b, self._rows[is_whole]).transpose(1, 2)
+            firsts, lines = self.spans["place"][is_whole] // _LANES, numbers.view(-1, _LANES)
+            if _is_run(firsts, rank):
+                lines[firsts[0] : firsts[0] + blocks.shape[0] * rank].view(-1, rank, _LANES).copy_(blocks)
+            else:
+                lines[torch.from_numpy(firsts[:, None] + np.arange(rank))] = blocks
         block, lane = np.nonzero(is_own & ~is_whole[:, None])
         if block.size:
             first = self.spans["place"][block] + (self._firsts[number] - self.spans["first"][block]) * _LANES + lane
             places = first[:, None] + np.arange(rank) * _LANES
             numbers[torch.from_numpy(places)] = b[torch.from_numpy(self._rows[block, lane])]
+
+
+def _is_run(numbers: IntArray, step: int = 1) -> bool:
+    """Whether each is larger than the one before by `step`."""
+    return bool((np.diff(numbers) == step).all())
+
+
+def _rows_of(b: Tensor, rows: IntArray) -> Tensor:
+    """Rows of b [outputs, rank] by their numbers [blocks, 16]: [blocks, 16, rank]. Of a run no copy is made."""
+    flat = rows.reshape(-1)
+    if _is_run(flat):
+        return b[flat[0] : flat[0] + len(flat)].reshape(*rows.shape, -1)
+    return b[torch.from_numpy(rows)]
