@@ -251,6 +251,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)  # as a replica does; the layer's threads are as many
     numbers = [int(number) for number in options.drafts.split(",")]
     shares = [float(share) for share in options.acceptances.split(",")]
     runs = [(0, 0.0), *((number, share) for number in numbers for share in shares)]
