@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("worker", "router", "cluster")
 
 READ_BY = {
-    "cluster/client/async_client.py": "a chat's template may write the date into its prompt; it is fixed once",
+    "cluster/client/submissions.py": "a chat's template may write the date into its prompt; it is fixed once",
     "cluster/commands/bench.py": "the date of a report",
     "cluster/commands/bench_flags.py": "a seed",
     "cluster/offline/request_handle.py": "arrival_time of vLLM's metrics; what is measured is monotonic",

@@ -23,7 +23,7 @@ def nats_of_texts(model: str, texts: Mapping[str, str]) -> dict[str, float]:
         raise ConfigurationError(f"--reference {model}: a model as a reference needs {missing.name}") from None
     path, options = _location(model)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **options)
         with in_silence():
             module, info = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, trust_remote_code=False, output_loading_info=True, **options

@@ -48,8 +48,7 @@ def _inference(limits: LimitsConfig) -> Bounds:
     text = Bound(size=limits.max_prompt_bytes, setting="limits.max_prompt_bytes")
     grammar = Bound(size=_UTF8 * limits.max_grammar_length, setting="limits.max_grammar_length")
     tokens = Bound(count=limits.max_prompt_tokens, setting="limits.max_prompt_tokens")
-    message = Bound(size=limits.max_message_bytes, setting="limits.max_message_bytes")
-    texts = Bound(count=MAX_INPUTS, size=limits.max_message_bytes)
+    texts = Bound(count=MAX_INPUTS, size=limits.max_prompt_bytes, setting="limits.max_prompt_bytes")
     return {
         "holdfast.v1.GenerateRequest": {
             "model": _NAME,
@@ -85,7 +84,7 @@ def _inference(limits: LimitsConfig) -> Bounds:
         "holdfast.v1.StructuredOutputs": dict.fromkeys(("json", "regex", "grammar"), grammar),
         "holdfast.v1.Choice": {"texts": Bound(count=limits.max_choices, size=grammar.size, setting=grammar.setting)},
         "holdfast.v1.PoolRequest": {"model": _NAME, "request_id": identifier, "inputs": Bound(count=MAX_INPUTS)},
-        "holdfast.v1.PoolInput": {"text": message},
+        "holdfast.v1.PoolInput": {"text": text},
         "holdfast.v1.PoolingOptions": {"cache_salt": identifier, "tenant": identifier},
         "holdfast.v1.ScoreRequest": {
             "model": _NAME,

@@ -36,8 +36,8 @@ MAX_WHOLE_COLLECTIONS = 1
 FEWEST_OBJECTS = 100_000
 """Objects of torch and others that no collection at a process's end looks at; 330,000 when this was written."""
 
-MAX_MODULES = 1700
-"""1,450 when this was written, 1,050 of them torch's own."""
+MAX_MODULES = 1750
+"""1,450 when this was written and 1,700 later, 1,050 of them torch's own."""
 
 
 @pytest.fixture(scope="module")
