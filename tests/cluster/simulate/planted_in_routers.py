@@ -10,7 +10,6 @@ from holdfast.cluster.simulate.actors.client import SimulatedClient
 from holdfast.router.dispatch import request_stream as request_stream_module
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.failures import Quarantine
 from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_stream import RequestStream
@@ -100,11 +99,6 @@ def leave_siblings_open(monkeypatch: pytest.MonkeyPatch) -> None:
         self.close = close
 
     monkeypatch.setattr(RequestStream, "open", forgetful)
-
-
-def forget_withdrawn_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crash does not count against a request that was moved away a step before."""
-    monkeypatch.setattr(Quarantine, "count_withdrawn", lambda self, states: None)
 
 
 def leave_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,6 @@ FOUND_BY = {
     "shorten_pins_without_an_end": 139,
     "leave_siblings_open": 4,
     "leave_the_timer": 14,
-    "forget_withdrawn_attempts": 2587,
     "keep_the_later_alarm": 14,
     "break_under_a_storm": 14,
     "lose_what_a_slow_reader_missed": 3,

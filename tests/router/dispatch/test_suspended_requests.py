@@ -7,6 +7,7 @@ import pytest
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.dispatch.failures import Quarantine
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestStatus
 from holdfast.router.dispatch.request_stream import BEHIND_AT_LEAST_S, OutputStream, WakingSink
@@ -71,6 +72,12 @@ def test_a_crash_counts_against_a_request_until_the_replica_reports_its_abort(en
     core.down("r")
     assert state.num_replicas_lost == state.num_replicas_lost_in_a_row == (0 if end_is_reported else 1)
     assert core.dispatch.num_withdrawn == 0
+
+
+def test_planted_a_crash_that_does_not_count_against_withdrawn_attempts_is_found(monkeypatch):
+    monkeypatch.setattr(Quarantine, "count_withdrawn", lambda self, states: None)
+    with pytest.raises(AssertionError):
+        test_a_crash_counts_against_a_request_until_the_replica_reports_its_abort(end_is_reported=False)
 
 
 def test_a_request_that_goes_on_elsewhere_is_cleared_of_the_crash_of_the_replica_it_left():
