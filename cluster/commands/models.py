@@ -263,13 +263,8 @@ def update(
     from holdfast.cluster.config.config import is_given, load_config
     from holdfast.cluster.serve.canary import read_known_answers
 
-    if not 0 <= canary <= 1:
-        raise ConfigurationError(f"--canary = {canary}: must be in [0, 1]")
     answers = [] if known_answers is None else read_known_answers(known_answers)
-    if answers and not canary:
-        raise ConfigurationError("--known-answers needs --canary: only a canary is checked against known answers")
-    if audit and not canary:
-        raise ConfigurationError("--audit needs --canary: only a canary is audited")
+    _check_canary(canary, has_answers=bool(answers), audit=audit)
     loaded = load_config({**settings, "model.served_model_name": Setting(name, "NAME")}, config)
     if server is not None:
         check_remote(settings, pid=pid)
@@ -305,6 +300,16 @@ def update(
     if audit:
         print(f"{name}: nothing was found by the audit of {updated.num_audited} answers of the canary")
     return _say_updated(name, updated)
+
+
+def _check_canary(share: float, *, has_answers: bool, audit: bool) -> None:
+    """Raises `ConfigurationError`."""
+    if not 0 <= share <= 1:
+        raise ConfigurationError(f"--canary = {share}: must be in [0, 1]")
+    if has_answers and not share:
+        raise ConfigurationError("--known-answers needs --canary: only a canary is checked against known answers")
+    if audit and not share:
+        raise ConfigurationError("--audit needs --canary: only a canary is audited")
 
 
 def _say_updated(name: str, updated: Any) -> int:
