@@ -9,6 +9,7 @@ from typing import Final
 
 from holdfast.router.dispatch.admission import AdmissionQueue
 from holdfast.router.dispatch.replica_registry import ReplicaRegistry
+from holdfast.router.dispatch.replica_state import ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.worker.errors import ReplicaError
@@ -68,6 +69,11 @@ PROOF_S: Final = 0.05
 """A crash sooner than this after a request was sent may have another cause."""
 
 
+HOST_LOSS_S: Final = 10.0
+"""Two crashes on one host within this time may have one cause: a host that is lost takes its replicas one by one, and a
+request may have moved from one of them to the next."""
+
+
 class Quarantine:
     """Counts crashes against requests, and keeps the one trial that each model may have at a time."""
 
@@ -75,22 +81,25 @@ class Quarantine:
         self._max_lost = max_replicas_lost
         self._on_trial: dict[str, RequestState] = {}
 
-    def culprits(self, lost: Sequence[RequestState], now: float, num_foreign_suspects: int = 0) -> list[RequestState]:
-        """Counts a crash against all requests that ran there, and returns the culprits, which must not run again.
+    def culprits(self, lost: Sequence[RequestState], replica: ReplicaState, now: float) -> list[RequestState]:
+        """Counts the crash of `replica` against all requests that ran there, and returns the culprits, which must not
+        run again.
 
         If suspects of other routers were there, one of those may be the cause: the crash then convicts none.
         """
+        has_foreign_suspects = replica.load.num_foreign_suspects > 0
+        proven = [state for state in lost if _is_proof(state, replica, now)]
         for state in lost:
-            self._count(state)
+            self._count(state, replica, now)
         suspects = [state for state in lost if state.is_suspect]
         on_trial = [state for state in lost if state.status is RequestStatus.ON_TRIAL]
-        if on_trial and not num_foreign_suspects:
+        if on_trial and not has_foreign_suspects:
             return on_trial
-        is_certain = len(suspects) == 1 and not on_trial and not num_foreign_suspects and _has_run(suspects[0], now)
+        is_certain = len(suspects) == 1 and not on_trial and not has_foreign_suspects and suspects[0] in proven
         limit = LIFETIME_FACTOR * self._max_lost
         return [state for state in lost if state.num_replicas_lost >= limit or (is_certain and state in suspects)]
 
-    def count_withdrawn(self, states: Sequence[RequestState]) -> None:
+    def count_withdrawn(self, states: Sequence[RequestState], replica: ReplicaState, now: float) -> None:
         """Counts a crash against requests that the replica had not yet reported as aborted.
 
         A request that has since gained output on another replica for `NUM_STEPS_TO_CLEAR` steps is cleared. This crash
@@ -98,9 +107,10 @@ class Quarantine:
         """
         for state in states:
             if state.num_steps < NUM_STEPS_TO_CLEAR:
-                self._count(state)
+                self._count(state, replica, now)
 
-    def _count(self, state: RequestState) -> None:
+    def _count(self, state: RequestState, replica: ReplicaState, now: float) -> None:
+        state.last_loss = (replica.host, now)
         state.num_replicas_lost += 1
         state.num_replicas_lost_in_a_row += 1
         state.is_suspect = state.num_replicas_lost_in_a_row >= self._max_lost
@@ -143,7 +153,11 @@ class Quarantine:
             assert state.is_suspect
 
 
-def _has_run(state: RequestState, now: float) -> bool:
-    """Whether the attempt that was just lost brought output, or had the time to begin."""
+def _is_proof(state: RequestState, replica: ReplicaState, now: float) -> bool:
+    """Whether the crash of `replica` is evidence against a request that ran there alone as a suspect: its attempt had
+    brought output or had the time to begin, and the crash before may not have the same cause.
+    """
     assert state.attempt is not None, "it was running"
-    return state.num_steps > 0 or now - state.attempt.sent_at >= PROOF_S
+    has_run = state.num_steps > 0 or now - state.attempt.sent_at >= PROOF_S
+    host, lost_at = state.last_loss
+    return has_run and not (host == replica.host and now - lost_at < HOST_LOSS_S)

@@ -188,8 +188,8 @@ class Placement:
         lost, withdrawn = self._requests.on(replica), self._requests.pop_withdrawn(replica)
         is_sudden = bool(lost) and not replica.is_retiring
         if not replica.is_retiring:
-            self.quarantine.count_withdrawn(withdrawn)
-        culprits = self.quarantine.culprits(lost, now, replica.load.num_foreign_suspects) if is_sudden else []
+            self.quarantine.count_withdrawn(withdrawn, replica, now)
+        culprits = self.quarantine.culprits(lost, replica, now) if is_sudden else []
         if not replica.is_retiring:
             self.stats.replicas_lost[replica.facts.model] += 1
         if is_sudden:

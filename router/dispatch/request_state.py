@@ -103,6 +103,8 @@ class RequestState:
     """Replicas that crashed while they ran it. Counted by `failures.py`."""
     num_replicas_lost_in_a_row: int = 0
     """The same, since it was last cleared by progress."""
+    last_loss: tuple[str, float] = ("", -math.inf)
+    """Host and time of the last of them."""
     is_suspect: bool = False
     """Whether it has crashed too many replicas and may only run on trial. Set by `failures.py`."""
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -72,6 +73,10 @@ class ForkServers:
     """The process that has loaded everything, and forks them. It ends with this process."""
 
     def __init__(self) -> None:
+        self._begin()
+        atexit.register(self.close)
+
+    def _begin(self) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -80,9 +85,12 @@ class ForkServers:
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             )
-        atexit.register(self.close)
 
     def fork(self, settings: Mapping[str, Any], stderr: IO[str] | None) -> ForkServer:
+        if (status := self._process.poll()) is not None:  # no test is about this process: the next one needs it
+            warnings.warn(f"fork servers' parent ended with status {status}: another begins", stacklevel=2)
+            self._socket.close()
+            self._begin()
         (stdin, orders), (news, stdout) = os.pipe(), os.pipe()
         streams = [stdin, stdout, 2 if stderr is None else stderr.fileno()]
         socket.send_fds(self._socket, [json.dumps(settings).encode()], streams)

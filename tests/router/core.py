@@ -177,6 +177,7 @@ def facts(replica_id: str = "r", model: str = "m", **changes: object) -> Replica
         "dtype": "",
         "kv_bytes_per_token": 8,
         "eos_token_ids": frozenset(),
+        "address": f"host-of-{replica_id}:1",
     }
     return ReplicaFacts(replica_id=replica_id, model=model, **(known | changes))
 

@@ -51,11 +51,14 @@ class SimulatedReplica(Process):
         costs: LoopCosts = FREE,
         disk: SimulatedDisk | None = None,
         transfers: SimulatedTransfers | None = None,
+        host: str = "host",
     ) -> None:
         """`costs` are those of the event loop of its links; `disk`: with a block store below its cache; `transfers`:
         its blocks go to other replicas.
         """
         super().__init__(site, network)
+        self.host = host
+        self.address = f"{host}:{site}"
         self.disk = disk
         self.transfers = transfers
         self.shape = shape
@@ -125,7 +128,7 @@ class SimulatedReplica(Process):
         if disk is not None:
             tier.learn(disk.names(kind), ())
         if self.transfers is not None:
-            self.transfers.register(self.site, self._mover)
+            self.transfers.register(self.address, self._mover)
 
     def _serve_adapters(self) -> None:
         """Adapters load in a fixed time; as `Engine.serve_adapters`."""
@@ -365,7 +368,7 @@ class SimulatedReplica(Process):
             state_blocks=self.shape.state_blocks,
             row_invariant=True,
             transfers_blocks=self.transfers is not None,
-            address=self.site,
+            address=self.address,
         )
 
 

@@ -47,7 +47,7 @@ class Cluster(Protocol):
 
 def draw_faults(rng: random.Random, span_s: float, num_routers: int, num_replicas: int) -> list[SimulatedFault]:
     """Draws up to a dozen faults, of few kinds or of many."""
-    drawn = tuple(kind for kind in KINDS if kind not in (UPDATE, *DISK_KINDS, *TRANSFER_KINDS, *PIN_KINDS))
+    drawn = tuple(kind for kind in KINDS if kind not in (UPDATE, HOST_LOSS, *DISK_KINDS, *TRANSFER_KINDS, *PIN_KINDS))
     kinds = rng.sample(drawn, rng.randint(1, len(drawn)))
     faults = [
         SimulatedFault(
@@ -100,6 +100,21 @@ def draw_store_faults(
     ]
 
 
+def draw_host_losses(rng: random.Random, span_s: float, num_replicas: int) -> list[SimulatedFault]:
+    """Draws the loss of a host in one simulation of eight."""
+    if rng.random() > 1 / 8:
+        return []
+    loss = SimulatedFault(
+        kind=HOST_LOSS,
+        time_s=rng.uniform(0, span_s),
+        duration_s=rng.choice((0.1, 1.0, 5.0)),
+        router=0,
+        replica=rng.randrange(num_replicas),
+        size=rng.random(),
+    )
+    return [loss]
+
+
 def strike(cluster: Cluster, fault: SimulatedFault) -> None:
     """Applies a fault, and schedules its end."""
     KINDS[fault.kind](cluster, fault)
@@ -114,6 +129,15 @@ def _kill_replica(cluster: Cluster, fault: SimulatedFault) -> None:
     replica = cluster.replicas[fault.replica]
     if replica.is_up:
         (replica.vanish if fault.size < 0.3 else replica.kill)()
+        cluster.timeline.after(fault.duration_s, replica.revive)
+
+
+def _lose_host(cluster: Cluster, fault: SimulatedFault) -> None:
+    """A host ends: its replicas go one after the other, within the fault's time, and come again after it."""
+    host = cluster.replicas[fault.replica].host
+    lost = [replica for replica in cluster.replicas if replica.host == host]
+    for number, replica in enumerate(lost):
+        cluster.timeline.after(number * fault.duration_s / len(lost), replica.kill)
         cluster.timeline.after(fault.duration_s, replica.revive)
 
 
@@ -275,6 +299,7 @@ def _unpin(cluster: Cluster, fault: SimulatedFault) -> None:
 
 
 UPDATE: Final = "update replicas"
+HOST_LOSS: Final = "lose host"
 TRANSFER_KINDS: Final = ("cut transfers", "damage transfers", "slow transfers")
 PIN_KINDS: Final = ("unpin",)
 TENANTS: Final = ("", "gold", "free")
@@ -286,6 +311,7 @@ KINDS: Final[dict[str, Callable[[Cluster, SimulatedFault], None]]] = {
     "drain replica": _drain_replica,
     "slow replica": _slow_replica,
     UPDATE: _update_replicas,
+    HOST_LOSS: _lose_host,
     "kill router": _kill_router,
     "freeze router": _freeze_router,
     "drain router": _drain_router,

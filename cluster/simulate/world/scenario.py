@@ -23,6 +23,7 @@ from holdfast.cluster.simulate.world.faults import (
     TRANSFER_KINDS,
     SimulatedFault,
     draw_faults,
+    draw_host_losses,
     draw_store_faults,
     draw_updates,
 )
@@ -113,6 +114,7 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
         faults=[
             *draw_faults(rng, span_s, num_routers, num_replicas),
             *draw_updates(random.Random(f"update {seed}"), span_s, num_replicas),
+            *draw_host_losses(random.Random(f"host {seed}"), span_s, num_replicas),
         ],
         has_disk=has_disk,
         # these numbers too were drawn so that the seeds that find planted bugs keep their worlds

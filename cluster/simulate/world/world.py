@@ -29,7 +29,7 @@ from holdfast.cluster.simulate.world.attacks import (
     check_pauses,
     check_resets,
 )
-from holdfast.cluster.simulate.world.faults import UPDATE, SimulatedFault, slowness, strike
+from holdfast.cluster.simulate.world.faults import HOST_LOSS, UPDATE, SimulatedFault, slowness, strike
 from holdfast.cluster.simulate.world.scenario import Checks, Scenario, draw_scenario
 from holdfast.cluster.simulate.world.traffic import LONGEST_S
 from holdfast.router.config import OverloadConfig
@@ -40,9 +40,10 @@ from holdfast.worker.config import HealthConfig
 from holdfast.worker.scheduler.step_time import StepShape
 
 LOSSES: Final = frozenset(
-    {"kill replica", "freeze replica", "drain replica", "cut link", "partition link", "freeze router", UPDATE}
+    {"kill replica", "freeze replica", "drain replica", "cut link", "partition link", "freeze router"}
 )
-"""Faults that take a replica from a router, so that what ran there may be suspected."""
+"""Faults that take one replica from a router, so that what ran there may be suspected."""
+REPLICAS_PER_HOST: Final = 2
 ROUTER_LOSSES: Final = frozenset({"kill router", "freeze router", "drain router", "cut calls"})
 """Faults by which a router ends, or seems to, while it reads requests, so that these may be suspected."""
 ANSWER_S: Final = PATIENCE_S + 10.0
@@ -146,6 +147,7 @@ class World:
                 COSTS,
                 self.disk,
                 self.transfers,
+                host=f"host-{i // REPLICAS_PER_HOST}",
             )
             for i, name in enumerate(scenario.proposers)
         ]
@@ -272,21 +274,21 @@ class World:
         """Checks that a poisonous request crashes at most `max_replicas_lost` + 1 replicas per router that it reached.
 
         No other request may be quarantined if there is one poisonous request, it keeps its router, and no fault takes
-        replicas or routers.
+        replicas or routers; nor if one host is lost and nothing else takes replicas or routers.
         """
         num_killed = sum(replica.num_poisoned for replica in self.replicas)
         num_sent = sum(client.num_connections for client in self.clients if client.planned.is_poison)
         # The crash of a draining replica, or of one that a router had already lost, does not count against a request.
-        num_losses = sum(
-            len(self.replicas) if fault.kind == UPDATE else fault.kind in LOSSES for fault in self.scenario.faults
-        )
+        faults = Counter(fault.kind for fault in self.scenario.faults)
+        num_other_losses = faults[UPDATE] * len(self.replicas) + sum(faults[kind] for kind in LOSSES)
+        num_losses = num_other_losses + faults[HOST_LOSS] * REPLICAS_PER_HOST
         most = (self.scenario.router.max_replicas_lost + 1) * num_sent + num_losses
         require(num_killed <= most, f"poisonous requests crashed {num_killed} replicas, more than the bound of {most}")
-        has_one_poison = sum(client.planned.is_poison for client in self.clients) == 1
-        loses_routers = self.scenario.attack is not None or any(
-            fault.kind in ROUTER_LOSSES for fault in self.scenario.faults
-        )
-        is_plain = has_one_poison and num_sent == 1 and num_losses == 0 and not loses_routers
+        num_poisons = sum(client.planned.is_poison for client in self.clients)
+        loses_routers = self.scenario.attack is not None or any(faults[kind] for kind in ROUTER_LOSSES)
+        has_one_cause = (num_poisons, num_sent, num_losses) == (1, 1, 0)
+        has_one_cause |= (num_poisons, num_other_losses, faults[HOST_LOSS]) == (0, 0, 1)
+        is_plain = has_one_cause and not loses_routers
         for client in self.clients:
             is_wrong = is_plain and client.is_falsely_quarantined
             require(not is_wrong, f"{client} was quarantined although it is not poisonous")

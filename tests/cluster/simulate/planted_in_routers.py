@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.cluster.simulate.actors.client import SimulatedClient
+from holdfast.router.dispatch import failures
 from holdfast.router.dispatch import request_stream as request_stream_module
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
@@ -155,3 +156,8 @@ def refuse_who_waits_for_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
         return [action for state in late for action in self._endings.fail(state, self._queue.too_late(state))]
 
     monkeypatch.setattr(Dispatch, "_fail_late", fail_late)
+
+
+def convict_whom_a_host_took_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas that are lost with their host count as two crashes of a request that was on both."""
+    monkeypatch.setattr(failures, "HOST_LOSS_S", 0.0)

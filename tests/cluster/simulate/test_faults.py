@@ -64,6 +64,7 @@ FOUND_BY = {
     "serve_those_who_have_left": 6,
     "go_on_at_any_version": 7,
     "refuse_who_waits_for_a_replica": 52,
+    "convict_whom_a_host_took_along": 976,
 }
 """A short simulation that finds each planted bug. Where it no longer does, the others are searched."""
 

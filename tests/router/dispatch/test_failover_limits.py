@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.circuit_breaker import NUM_FAILURES_TO_REST
-from holdfast.router.dispatch.failures import PROOF_S
+from holdfast.router.dispatch.failures import HOST_LOSS_S, PROOF_S
 from holdfast.worker.errors import (
     InvalidRequestError,
     ReplicaError,
@@ -51,6 +51,42 @@ def test_a_request_that_kills_two_replicas_in_a_row_is_not_tried_again(core):
     assert error.retry_after_s is None
     assert "2 replicas were lost" in str(error)
     assert core.dispatch.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("host", "after_s", "is_convicted"),
+    [
+        ("host-1", 2 * PROOF_S, False),
+        ("host-1", HOST_LOSS_S, True),
+        ("host-2", 2 * PROOF_S, True),
+    ],
+)
+def test_a_host_that_goes_with_two_replicas_convicts_nobody(host: str, after_s: float, is_convicted: bool):
+    core = Core()
+    core.dispatch.replica_up(facts("a", address="host-1:1"), load(), core.now)
+    core.submit("innocent")
+    core.down("a")
+    core.dispatch.replica_up(facts("b", address=f"{host}:2"), load(), core.now)
+    core.now += after_s
+    actions = core.down("b")
+    if is_convicted:
+        assert isinstance(failure(actions).error, RequestQuarantinedError)
+        return
+    trial = sent(core.dispatch.replica_up(facts("c", address="host-2:1"), load(), core.now))
+    assert trial.request.poison_risk is PoisonRisk.ON_TRIAL
+    assert delivered(core.step(delta(trial.attempt, 0, 5), replica_id="c")).token_ids == (5,)
+
+
+def test_a_poison_on_one_host_costs_one_replica_more():
+    core = Core()
+    for number in range(3):
+        core.dispatch.replica_up(facts(f"r{number}", address=f"host:{number}"), load(), core.now)
+    replica_id = sent(core.submit("poison")).replica_id
+    for _ in range(2):
+        core.now += 2 * PROOF_S
+        replica_id = sent(core.down(replica_id)).replica_id
+    core.now += 2 * PROOF_S
+    assert "3 replicas were lost" in str(failure(core.down(replica_id)).error)
 
 
 def test_progress_between_two_deaths_clears_a_request(core):

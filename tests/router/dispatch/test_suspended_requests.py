@@ -75,7 +75,7 @@ def test_a_crash_counts_against_a_request_until_the_replica_reports_its_abort(en
 
 
 def test_planted_a_crash_that_does_not_count_against_withdrawn_attempts_is_found(monkeypatch):
-    monkeypatch.setattr(Quarantine, "count_withdrawn", lambda self, states: None)
+    monkeypatch.setattr(Quarantine, "count_withdrawn", lambda self, states, replica, now: None)
     with pytest.raises(AssertionError):
         test_a_crash_counts_against_a_request_until_the_replica_reports_its_abort(end_is_reported=False)
 
