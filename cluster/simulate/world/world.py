@@ -43,7 +43,7 @@ LOSSES: Final = frozenset(
     {"kill replica", "freeze replica", "drain replica", "cut link", "partition link", "freeze router"}
 )
 """Faults that take one replica from a router, so that what ran there may be suspected."""
-REPLICAS_PER_HOST: Final = 2
+REPLICAS_PER_HOST: Final = 2  # replicas
 ROUTER_LOSSES: Final = frozenset({"kill router", "freeze router", "drain router", "cut calls"})
 """Faults by which a router ends, or seems to, while it reads requests, so that these may be suspected."""
 ANSWER_S: Final = PATIENCE_S + 10.0
