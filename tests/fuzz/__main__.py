@@ -117,9 +117,7 @@ def run_engine(kind: str, words: list[str], seconds: int) -> subprocess.Complete
     """In a process of its own, whose end the last lines of its output tell."""
     environment: Mapping[str, str] | None = None
     if kind == NATIVE and sanitized.is_possible():
-        library = GROWN / "sanitized" / "avx2.so"
-        if not library.is_file():
-            sanitized.compiled(library.parent, library.stem)
+        library = sanitized.compiled(GROWN / "sanitized", "avx2")
         words = [f"--library={library.resolve()}", *words]
         environment = sanitized.environment()
     words = [f"-max_len={MAX_BYTES.get(kind, DEFAULT_MAX_BYTES)}", *words]

@@ -58,9 +58,9 @@ def digest(extra_flags: Sequence[str] = ()) -> str:
     return seen.hexdigest()[:16]
 
 
-def is_current(library: Path) -> bool:
+def is_current(library: Path, extra_flags: Sequence[str] = ()) -> bool:
     """Whether a library is there and was made from the present sources: the digest is among its bytes."""
-    return library.is_file() and digest().encode() in library.read_bytes()
+    return library.is_file() and digest(extra_flags).encode() in library.read_bytes()
 
 
 def find_compiler() -> tuple[str, ...]:

@@ -22,9 +22,11 @@ def is_possible() -> bool:
 
 
 def compiled(folder: Path, name: str) -> Path:
-    """The library of an instruction class, compiled into a folder."""
-    build.compile_libraries(folder, [name], FLAGS)
-    return folder / f"{name}.so"
+    """The library of an instruction class in a folder, compiled unless one of the present sources is there."""
+    path = folder / f"{name}.so"
+    if not build.is_current(path, FLAGS):
+        build.compile_libraries(folder, [name], FLAGS)
+    return path
 
 
 def environment() -> Mapping[str, str]:
