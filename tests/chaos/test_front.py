@@ -152,11 +152,12 @@ def test_stock_clients_lose_nothing_when_a_router_is_killed(kills: int, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(4 * LIMIT_S + 60)
 def test_a_router_may_be_killed_at_any_moment_of_a_stream(tmp_path: Path):
     """Each client alone, and its router after every few milliseconds more."""
 
     async def run() -> None:
-        async with forked_cluster(tmp_path, step_s=0.1) as cluster, front_before(cluster) as address:
+        async with forked_cluster(tmp_path, step_s=0.02) as cluster, front_before(cluster) as address:
             for ask in CLIENTS:
                 whole, num_kills = await ask(address, 5), 0
                 for after in range(24):

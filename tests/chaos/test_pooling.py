@@ -13,8 +13,8 @@ from tests.chaos.forked import ForkedCluster, forked_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(360)]
 
-TEXTS = [f"{number}. " + "The quick brown fox jumps over the lazy dog. " * (1 + number % 7) for number in range(60)]
-STEP_S = 0.05
+TEXTS = [f"{number}. " + "The quick brown fox jumps over the lazy dog. " * (1 + number % 7) for number in range(200)]
+STEP_S = 0.1
 """Seconds of a step: a call takes many of them."""
 NUM_TRIES = 5
 LIMIT_S = 300
