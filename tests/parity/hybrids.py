@@ -1,11 +1,13 @@
 """Tiny random models whose layers keep states, and requests that run on them by way of the scheduler."""
 
+import inspect
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from holdfast.worker.config import SchedulerConfig, SpeculationConfig, WorkerConfig
 from holdfast.worker.engine.model_runner import LeaderRunner
@@ -224,6 +226,8 @@ MAMBAS: dict[str, tuple[str, dict[str, Any]]] = {
         {**ALONE, "n_groups": 1, "use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True},
     ),
 }
+NORMS_GROUPS: bool = "group_size" in inspect.signature(MambaRMSNormGated).parameters
+"""Whether transformers norms each group of Mamba2 alone by itself, as the model's authors do; 5.17 norms all as one."""
 PATTERNS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: ("lfm2", {**LFM2, **changes})

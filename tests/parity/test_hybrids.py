@@ -1,6 +1,7 @@
 """Models whose layers keep states compute what Hugging Face computes, however prompts are cut, packed and shared."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.parity.harness import (
     relative_difference,
     worker_config,
 )
-from tests.parity.hybrids import MAMBAS, PATTERNS, save_config, save_hybrid
+from tests.parity.hybrids import MAMBAS, NORMS_GROUPS, PATTERNS, save_config, save_hybrid
 
 TOLERANCE = 1e-5
 """Of the largest logit."""
@@ -37,19 +38,26 @@ def leader(folder) -> LeaderRunner:
     return load(worker_config(folder))
 
 
-def test_whole_and_in_chunks_they_have_the_logits_of_hugging_face_and_the_same_bits(folder, leader, prompts):
+@pytest.fixture(scope="module")
+def reference(folder) -> Any:
+    model = hugging_face(folder)
+    if model.config.model_type == "mamba2" and model.config.n_groups > 1 and not NORMS_GROUPS:
+        pytest.skip("this version of transformers norms all groups of Mamba2 as one")
+    return model
+
+
+def test_whole_and_in_chunks_they_have_the_logits_of_hugging_face_and_the_same_bits(folder, leader, prompts, reference):
     assert is_run_by(leader, "native")
     assert leader._runner.info.row_invariant
     whole = logits_in_chunks(leader, prompts, 70)
-    assert relative_difference(whole, reference_logits(hugging_face(folder), prompts)) <= TOLERANCE
+    assert relative_difference(whole, reference_logits(reference, prompts)) <= TOLERANCE
     for chunk in (1, 7, 64):
         assert all(map(torch.equal, logits_in_chunks(leader, prompts, chunk), whole)), chunk
 
 
-def test_they_go_on_with_the_tokens_of_hugging_face(folder, leader, prompts):
+def test_they_go_on_with_the_tokens_of_hugging_face(leader, prompts, reference):
     tokens = greedy_tokens(leader, prompts, num_new=12)
-    model = hugging_face(folder)
-    assert [likeliest_tokens(model, *pair) for pair in zip(prompts, tokens, strict=True)] == tokens
+    assert [likeliest_tokens(reference, *pair) for pair in zip(prompts, tokens, strict=True)] == tokens
 
 
 def test_what_they_need_is_estimated_from_the_config(folder, leader):

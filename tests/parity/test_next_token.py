@@ -62,7 +62,9 @@ class Parts(torch.nn.Module):
             x = self.fc(torch.cat((self.norms[0](embedded), self.norms[1](behind)), -1))
             positions = torch.arange(x.shape[1])[None]
             mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)[None, None]
-            angles = model.model.rotary_emb(x, positions)
+            rotary = model.model.rotary_emb
+            has_three = hasattr(rotary, "mrope_section")  # text, height and width, which are equal for text
+            angles = rotary(x, positions.expand(3, *positions.shape) if has_three else positions)
             y = self.layer(x, position_embeddings=angles, attention_mask=mask, position_ids=positions)
             y = self.norms[2](y[0] if isinstance(y, tuple) else y)
             drafts.append(int(model.lm_head(y)[0, -1].argmax()))

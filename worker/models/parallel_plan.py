@@ -109,6 +109,15 @@ def _mamba(prefix: str) -> dict[str, str]:
     return {f"{prefix}in_proj": "colwise", f"{prefix}out_proj": "rowwise"}
 
 
+def _experts(prefix: str, first: str, style: str) -> dict[str, str]:
+    """Split of stacked experts: not every version of transformers that is supported states it for these families."""
+    return {
+        f"{prefix}experts": "moe_tp_experts",
+        f"{prefix}experts.{first}": style,
+        f"{prefix}experts.down_proj": "rowwise",
+    }
+
+
 _FEED_FORWARD: Final = _rules("model.layers.*.feed_forward.", "colwise", "gate_proj", "up_proj") | {
     "model.layers.*.feed_forward.down_proj": "rowwise"
 }
@@ -130,6 +139,7 @@ _OVERRIDES: Final[Mapping[str, Mapping[str, str]]] = {
     "granitemoe": _ATTENTION,
     "granitemoehybrid": _ATTENTION
     | _mamba("model.layers.*.mamba.")
+    | _experts("model.layers.*.block_sparse_moe.", "gate_up_proj", "packed_colwise")
     | {
         "model.layers.*.shared_mlp.input_linear": "packed_colwise",
         "model.layers.*.shared_mlp.output_linear": "rowwise",
@@ -144,6 +154,7 @@ _OVERRIDES: Final[Mapping[str, Mapping[str, str]]] = {
     "mamba2": _mamba("backbone.layers.*.mixer."),
     "nemotron_h": _attention("model.layers.*.mixer.")
     | _mamba("model.layers.*.mixer.")
+    | _experts("model.layers.*.mixer.", "up_proj", "colwise")
     | _rules("model.layers.*.mixer.", "colwise", "up_proj", "shared_experts.up_proj")
     | _rules("model.layers.*.mixer.", "rowwise", "down_proj", "shared_experts.down_proj"),
     "nemotron": _ATTENTION | {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"},
