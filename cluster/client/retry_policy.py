@@ -33,11 +33,13 @@ def is_worth_another_try(status: CallStatus, *, was_taken: bool = False) -> bool
     """Whether the same call may succeed at another router, or later: where a router, a replica or the way was lost.
 
     A full queue is for the caller to deal with, unless the request `was_taken`: some router has admitted it before. The
-    codes of a bug count only without details, which a router always sends: then the connection itself broke.
+    codes of a bug count only without details, which a router always sends: then the connection itself broke. Once the
+    request was taken, UNIMPLEMENTED without details is the answer of another program on the port of a lost router.
     """
     if status.code in _BROKEN_CODES or (was_taken and status.code is grpc.StatusCode.RESOURCE_EXHAUSTED):
         return True
-    return status.code in _BUG_CODES and status.details is None
+    is_strange = was_taken and status.code is grpc.StatusCode.UNIMPLEMENTED
+    return (status.code in _BUG_CODES or is_strange) and status.details is None
 
 
 class RetryPolicy:

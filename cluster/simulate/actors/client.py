@@ -159,6 +159,8 @@ class SimulatedClient:
                 self._take(message)
             case Fail():
                 self._fail(message.error)
+                if connection is self._connection:
+                    self._connection = None  # it was answered: that its router hangs up then is no loss
 
     def closed(self, connection: Connection) -> None:
         if self.outcome is not None or connection is not self._connection:

@@ -65,6 +65,8 @@ class _Run:
     is_announced: bool = False
     """The store says that it is in progress."""
     ended: dict[str, Any] | None = None
+    storing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held until a piece that was taken is stored or back in `waiting`: pieces are stored whole and in order."""
 
     async def keep(self, response: dict[str, Any]) -> None:
         self.ended = response
@@ -157,21 +159,28 @@ class BackgroundResponses:
         self._enter(job.tenant, job.key_name)
         identity = Identity.of(job.identity)
         assert identity is not None, "it is written as this is read"
-        run = _Run(job, _record_of(job, identity))
-        known = _record_of(job, identity) if job.pieces else None
+        run, known = _Run(job, ResumeRecord(identity=identity)), ResumeRecord(identity=identity)
+        try:
+            for piece in job.pieces:
+                _merge(run.record, piece)
+                _merge(known, piece)
+        except ValueError as gap:
+            logger.error("a background response cannot be continued: its stored stream has a gap: %s", gap)
+            await self._failed(run, InternalError(f"its stored stream has a gap: {gap}"))
+            return
+        submission = Submission(identity=identity, attempt=job.num_claims, record=known if job.pieces else None)
         job.pieces = []
-        submission = Submission(identity=identity, attempt=job.num_claims, record=known)
         computing = asyncio.create_task(self._compute(run, submission))
         computing.add_done_callback(lambda task: task.cancelled() or task.exception())  # no client may ask for it
         try:
             is_mine = True
             while is_mine and not computing.done():
                 await asyncio.wait([computing], timeout=STORE_EVERY_S)
-                is_mine = await self._store(run)
+                is_mine = await asyncio.shield(self._store(run))
             if not is_mine:
                 return
             computing.result()
-            while run.ended is not None and not await self._finished(run, run.ended):
+            while run.ended is not None and not await asyncio.shield(self._finished(run, run.ended)):
                 await asyncio.sleep(CLAIM_EVERY_S)
         except asyncio.CancelledError:
             await asyncio.shield(self._left(run, computing))
@@ -194,25 +203,27 @@ class BackgroundResponses:
         begun = None if run.is_announced or run.begun is None else {**run.begun, "status": "in_progress"}
         if run.ended is not None:
             return True  # with the end, all at once
-        piece = run.take()
-        try:
-            is_mine = await self._jobs.add(run.job, piece, begun)
-        except StoreError as error:
-            logger.warning("a background response cannot be stored yet: %s", error)
-            run.waiting.insert(0, piece)
-            return True
+        async with run.storing:
+            piece = run.take()
+            try:
+                is_mine = await self._jobs.add(run.job, piece, begun)
+            except StoreError as error:
+                logger.warning("a background response cannot be stored yet: %s", error)
+                run.waiting.insert(0, piece)
+                return True
         run.is_announced = run.is_announced or begun is not None
         self._tell()
         return is_mine
 
     async def _finished(self, run: _Run, response: dict[str, Any]) -> bool:
-        piece = run.take()
-        try:
-            await self._jobs.finish(run.job, piece, response)
-        except StoreError as error:
-            logger.warning("a background response cannot be stored yet: %s", error)
-            run.waiting.insert(0, piece)
-            return False
+        async with run.storing:
+            piece = run.take()
+            try:
+                await self._jobs.finish(run.job, piece, response)
+            except StoreError as error:
+                logger.warning("a background response cannot be stored yet: %s", error)
+                run.waiting.insert(0, piece)
+                return False
         self._tell()
         return True
 
@@ -220,6 +231,8 @@ class BackgroundResponses:
         """This router stops."""
         computing.cancel()
         await asyncio.wait([computing])
+        async with run.storing:  # what was being stored when it was told to stop
+            pass
         if run.ended is None and await self._store(run):
             await self._release(run.job)
 
@@ -250,14 +263,6 @@ class BackgroundResponses:
         """Readers look again."""
         self._stored.set()
         self._stored = asyncio.Event()
-
-
-def _record_of(job: Job, identity: Identity) -> ResumeRecord:
-    """Resume record of the stream in the store."""
-    record = ResumeRecord(identity=identity)
-    for piece in job.pieces:
-        _merge(record, piece)
-    return record
 
 
 def _merge(record: ResumeRecord, events: bytes) -> None:

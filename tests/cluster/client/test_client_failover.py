@@ -2,11 +2,12 @@
 
 import asyncio
 
+import grpc
 import pytest
 
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.client.blocking_client import Client
-from holdfast.worker.errors import RequestSupersededError
+from holdfast.worker.errors import CallerError, RequestSupersededError
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica, Wire
 from tests.loops import on_a_loop, on_any_loop
@@ -40,6 +41,27 @@ async def test_a_stream_goes_on_at_another_router():
         await check(chunks)
         assert len(other.submits[0].output_token_ids) >= 5
         assert not chunks[-1].replayed_without_guarantee
+
+
+@on_a_loop
+async def test_another_program_on_the_port_of_a_lost_router_ends_no_stream():
+    """It knows nothing of our service; to a request that no router has had, that is an error at once."""
+    stranger = grpc.aio.server()
+    address = f"127.0.0.1:{stranger.add_insecure_port('127.0.0.1:0')}"
+    await stranger.start()
+    mine, other = await FakeReplica.start("a"), await FakeReplica.start("b")
+    async with site(mine) as first, site(other) as second:
+        addresses, chunks = [first.router.address, address, second.router.address], []
+        async with AsyncClient(addresses, draw=lambda: 0.0) as client:
+            async for chunk in client.stream("hello", params()):
+                chunks.append(chunk)
+                if len(chunks) == 5:
+                    await first.router.stop()
+        await check(chunks)
+        async with AsyncClient(address) as client:
+            with pytest.raises(CallerError, match="Method not found"):
+                await whole(client)
+    await stranger.stop(None)
 
 
 @on_a_loop

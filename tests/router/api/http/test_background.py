@@ -103,6 +103,64 @@ async def test_another_router_goes_on_where_the_first_one_has_stopped(tmp_path, 
 
 
 @on_a_loop
+async def test_a_router_that_stops_while_it_stores_leaves_no_gap(tmp_path, monkeypatch):
+    """The piece that it was storing is stored before the one after it."""
+    monkeypatch.setattr(background, "STORE_EVERY_S", 0.01)
+    add, is_storing, may_store = JobStore.add, asyncio.Event(), asyncio.Event()
+
+    async def add_late(self, job, piece, response=None):
+        if b"output_text.delta" in piece:
+            is_storing.set()
+            await may_store.wait()
+        return await add(self, job, piece, response)
+
+    async with storing(tmp_path) as (place, client):
+        place.replicas[0].step_s = 0.02
+        made = await client.responses.create(input="hello", background=True, **LONG)
+        monkeypatch.setattr(JobStore, "add", add_late)
+        await is_storing.wait()
+        stopping = asyncio.create_task(place.router.stop())
+        while not any(task.get_name() == "background response" and task.cancelling() for task in asyncio.all_tasks()):
+            await asyncio.sleep(0.005)
+        may_store.set()
+        await stopping
+    monkeypatch.setattr(JobStore, "add", add)
+    async with storing(tmp_path) as (place, client):
+        found = await until_over(client, made.id)
+        assert found.output_text
+        assert place.replicas[0].submits[-1].output_token_ids, "it was begun anew"
+        events = await events_of(client, made.id)
+        assert all(after.sequence_number == before.sequence_number + 1 for before, after in pairwise(events))
+
+
+@on_a_loop
+async def test_a_stored_stream_with_a_gap_fails_and_is_not_left_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(background, "STORE_EVERY_S", 0.01)
+    add = JobStore.add
+
+    async def lose_one(self, job, piece, response=None):
+        if b"output_text.delta" in piece and b'"sequence_number": 5,' in piece:
+            piece = b""
+        return await add(self, job, piece, response)
+
+    async with storing(tmp_path) as (place, client):
+        monkeypatch.setattr(JobStore, "add", lose_one)
+        place.replicas[0].step_s = 0.02
+        made = await client.responses.create(input="hello", background=True, stream=True, **LONG)
+        async for event in made:
+            if event.type == "response.output_text.delta" and event.sequence_number > 8:
+                break
+            if event.type == "response.created":
+                response_id = event.response.id
+        await place.router.stop()
+    monkeypatch.setattr(JobStore, "add", add)
+    async with storing(tmp_path) as (_, client):
+        found = await until_over(client, response_id)
+        assert found.status == "failed"
+        assert "has a gap" in found.error.message
+
+
+@on_a_loop
 async def test_a_fault_of_ours_while_claiming_ends_no_claims(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "CLAIM_EVERY_S", 0.01)
     monkeypatch.setattr(background, "MAX_RUNNING", 0)  # it is only queued
