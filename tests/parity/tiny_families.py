@@ -6,6 +6,7 @@ from typing import Any, Final
 import torch
 
 from tests.parity.families import BASE, LATENT, MOE, REFUSED, ROUTED, SERVED, randomize
+from tests.parity.hybrids import PATTERNS
 
 MAX_PARAMETERS: Final = 2_000_000
 
@@ -50,6 +51,7 @@ _OLD_NAMES: Final = {
 _OWN_SHAPES: Final[dict[str, dict[str, Any]]] = {
     **SERVED,
     **REFUSED,
+    **dict(reversed(PATTERNS.values())),
     "gemma3n_text": {
         **_PER_LAYER,
         "laurel_rank": 4,
