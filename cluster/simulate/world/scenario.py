@@ -1,21 +1,11 @@
-"""Scenario of a seed: the size of the cluster, its settings, its requests, its faults and an attack; and the invariants
-that must always hold.
-
-Cheap checks run after every event, deep ones every `EVENTS_PER_DEEP_CHECK` events and at the end. A client's output is
-checked in `client.py`, a router's actions in `audit.py` (`cluster/simulate/actors/`).
-"""
+"""Scenario of a seed: the size of the cluster, its settings, its requests, its faults and an attack."""
 
 import random
 from dataclasses import dataclass, replace
-from typing import Final
 
 from holdfast.cluster.simulate.actors.client import PlannedRequest
-from holdfast.cluster.simulate.actors.replica import SimulatedReplica
 from holdfast.cluster.simulate.actors.replica_link import ReplicaShape
-from holdfast.cluster.simulate.actors.router import SimulatedRouter
-from holdfast.cluster.simulate.kernel.timeline import Violation, require
-from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE
-from holdfast.cluster.simulate.oracle.pseudo_runner import PROPOSERS, PseudoRunner
+from holdfast.cluster.simulate.oracle.pseudo_runner import PROPOSERS
 from holdfast.cluster.simulate.world.attacks import Attack, draw_attack
 from holdfast.cluster.simulate.world.faults import (
     DISK_KINDS,
@@ -27,11 +17,11 @@ from holdfast.cluster.simulate.world.faults import (
     draw_store_faults,
     draw_updates,
 )
+from holdfast.cluster.simulate.world.part_rng import part_rng
+from holdfast.cluster.simulate.world.shapes import draw_shape, with_window
 from holdfast.cluster.simulate.world.traffic import draw_requests, draw_sessions, draw_storm, with_pins
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.model_info import TILE_TOKENS, Window, sequence_blocks
-from holdfast.worker.scheduler.step_time import StepCosts
+from holdfast.worker.model_info import TILE_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,22 +61,12 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
     rng = random.Random(seed)
     num_routers, num_replicas = rng.randint(1, 3), rng.randint(1, 4)
     span_s = rng.uniform(1.0, 5.0)
-    replica = _draw_shape(rng, async_scheduling)
-    if not async_scheduling:  # states are on CPUs, where steps are planned in turn
-        slots = random.Random(f"states {seed}").choice((0, 0, 2, replica.scheduler.max_num_seqs, 64))
-        replica = replace(replica, num_state_slots=slots)
-        replica = _with_one_memory(random.Random(f"one memory {seed}"), replica)
-    attack_rng = random.Random(f"attack {seed}")
-    limits = LimitsConfig(max_queued=random.Random(f"limits {seed}").choice((4, 1024, 1024, 1024)))
-    attack = draw_attack(attack_rng, seed, span_s, num_routers, limits)
-    is_quiet = attack is not None and attack_rng.random() < 0.6
-    has_disk = not async_scheduling and replica.prefix_caching and random.Random(f"disk {seed}").random() < 0.4
-    if not (async_scheduling or has_disk or replica.num_state_slots):  # windows neither
-        # drawn so that the seeds that find planted bugs keep their worlds
-        replica = _with_window(random.Random(f"window2182 {seed}"), replica)
-    has_transfers = not async_scheduling and replica.prefix_caching and num_replicas > 1 and replica.window is None
-    has_transfers = has_transfers and random.Random(f"transfers {seed}").random() < 0.6
-    are_plain = random.Random(f"plain {seed}").random() < 0.25
+    replica = draw_shape(rng, seed, async_scheduling=async_scheduling)
+    has_disk = _draw_has_disk(seed, replica)
+    replica = replica if has_disk else with_window(seed, replica)  # windows are not on the disk
+    has_transfers = _draw_has_transfers(seed, replica, num_replicas)
+    limits = LimitsConfig(max_queued=part_rng("limits", seed).choice((4, 1024, 1024, 1024)))
+    attack, is_quiet = _draw_attack(seed, span_s, num_routers, limits)
     scenario = Scenario(
         seed=seed,
         num_routers=num_routers,
@@ -96,46 +76,60 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
         limits=limits,
         replica=replica,
         proposers=rng.choices((None, *PROPOSERS), weights=(3, 1, 1, 1), k=num_replicas),
-        requests=[
-            *with_pins(
-                random.Random(f"pins {seed}"),
-                draw_requests(
-                    rng,
-                    rng.randint(60, 160),
-                    span_s,
-                    replica.max_model_len,
-                    are_plain=are_plain,
-                    before=2 * TILE_TOKENS if replica.window else 0,
-                ),
-            ),
-            *draw_sessions(random.Random(f"sessions {seed}"), span_s, replica.max_model_len),
-            *draw_storm(random.Random(f"storm {seed}"), span_s),
-        ],
-        faults=[
-            *draw_faults(rng, span_s, num_routers, num_replicas),
-            *draw_updates(random.Random(f"update {seed}"), span_s, num_replicas),
-            *draw_host_losses(random.Random(f"host {seed}"), span_s, num_replicas),
-        ],
+        requests=_draw_requests(rng, seed, span_s, replica),
+        faults=_draw_faults(rng, seed, span_s, num_routers, num_replicas),
         has_disk=has_disk,
-        # these numbers too were drawn so that the seeds that find planted bugs keep their worlds
-        max_disk_rows=_draw_max_disk_rows(random.Random(f"disk size323 {seed}")),
+        max_disk_rows=_draw_max_disk_rows(seed),
         has_transfers=has_transfers,
         attack=attack,
     )
-    if has_disk:
-        scenario.faults.extend(draw_store_faults(random.Random(f"disk faults {seed}"), span_s, DISK_KINDS))
-    if has_transfers:
-        scenario.faults.extend(draw_store_faults(random.Random(f"transfer faults {seed}"), span_s, TRANSFER_KINDS))
-    if any(planned.request.cache_ttl_s or planned.request.cache_marks for planned in scenario.requests):
-        unpin_rng = random.Random(f"unpin95337 {seed}")
-        if unpin_rng.random() < 0.5:
-            scenario.faults.extend(draw_store_faults(unpin_rng, span_s, PIN_KINDS, num_replicas))
-    scenario.faults.sort(key=lambda fault: fault.time_s)
-    return _without_trouble(scenario) if is_quiet else scenario
+    return _without_trouble(scenario) if is_quiet else _with_store_faults(scenario, span_s)
 
 
-def _draw_max_disk_rows(rng: random.Random) -> int:
+def _draw_has_disk(seed: int, replica: ReplicaShape) -> bool:
+    can_have = replica.prefix_caching and not replica.scheduler.async_scheduling
+    return can_have and part_rng("disk", seed).random() < 0.4
+
+
+def _draw_has_transfers(seed: int, replica: ReplicaShape, num_replicas: int) -> bool:
+    can_have = replica.prefix_caching and not replica.scheduler.async_scheduling and replica.window is None
+    return can_have and num_replicas > 1 and part_rng("transfers", seed).random() < 0.6
+
+
+def _draw_max_disk_rows(seed: int) -> int:
+    rng = part_rng("disk size", seed)
     return 1_000_000 if rng.random() < 0.4 else rng.choice((12, 60))
+
+
+def _draw_attack(seed: int, span_s: float, num_routers: int, limits: LimitsConfig) -> tuple[Attack | None, bool]:
+    """The attack, and whether nothing else goes wrong."""
+    rng = part_rng("attack", seed)
+    attack = draw_attack(rng, seed, span_s, num_routers, limits)
+    return attack, attack is not None and rng.random() < 0.6
+
+
+def _draw_requests(rng: random.Random, seed: int, span_s: float, replica: ReplicaShape) -> list[PlannedRequest]:
+    """Independent requests, some of them pinned; sessions; a storm of long prompts."""
+    are_plain = part_rng("plain", seed).random() < 0.25
+    before = 2 * TILE_TOKENS if replica.window else 0
+    number, length = rng.randint(60, 160), replica.max_model_len
+    requests = draw_requests(rng, number, span_s, length, are_plain=are_plain, before=before)
+    return [
+        *with_pins(part_rng("pins", seed), requests),
+        *draw_sessions(part_rng("sessions", seed), span_s, length),
+        *draw_storm(part_rng("storm", seed), span_s),
+    ]
+
+
+def _draw_faults(
+    rng: random.Random, seed: int, span_s: float, num_routers: int, num_replicas: int
+) -> list[SimulatedFault]:
+    """Faults of processes, of the network and of hosts, and updates."""
+    return [
+        *draw_faults(rng, span_s, num_routers, num_replicas),
+        *draw_updates(part_rng("update", seed), span_s, num_replicas),
+        *draw_host_losses(part_rng("host", seed), span_s, num_replicas),
+    ]
 
 
 def _draw_router(rng: random.Random, seed: int, *, has_transfers: bool) -> RouterConfig:
@@ -143,112 +137,28 @@ def _draw_router(rng: random.Random, seed: int, *, has_transfers: bool) -> Route
         routing_policy=rng.choice(("prefix_aware", "prefix_aware", "power_of_two")),
         max_waiting_per_replica=rng.choice((1, 2, 8, 64)),
         replica_wait_s=rng.choice((5.0, 30.0)),
-        max_ttft_s=random.Random(f"ttft {seed}").choice((*(None,) * 6, 1.0, 5.0)),
-        prefill_replicas=random.Random(f"prefill {seed}").choice((0, 0, 1, 2)) if has_transfers else 0,
-        decode_replicas=random.Random(f"decode {seed}").choice((0, 1)) if has_transfers else 0,
-        prefill_tokens=random.Random(f"long {seed}").choice((1, 8, None)),
+        max_ttft_s=part_rng("ttft", seed).choice((*(None,) * 6, 1.0, 5.0)),
+        prefill_replicas=part_rng("prefill", seed).choice((0, 0, 1, 2)) if has_transfers else 0,
+        decode_replicas=part_rng("decode", seed).choice((0, 1)) if has_transfers else 0,
+        prefill_tokens=part_rng("long", seed).choice((1, 8, None)),
     )
+
+
+def _with_store_faults(scenario: Scenario, span_s: float) -> Scenario:
+    """The same with the faults of what it has: a disk, transfers of blocks, pins. All faults in the order of time."""
+    seed, faults = scenario.seed, list(scenario.faults)
+    if scenario.has_disk:
+        faults += draw_store_faults(part_rng("disk faults", seed), span_s, DISK_KINDS)
+    if scenario.has_transfers:
+        faults += draw_store_faults(part_rng("transfer faults", seed), span_s, TRANSFER_KINDS)
+    unpin_rng = part_rng("unpin", seed)
+    has_pins = any(planned.request.cache_ttl_s or planned.request.cache_marks for planned in scenario.requests)
+    if has_pins and unpin_rng.random() < 0.5:
+        faults += draw_store_faults(unpin_rng, span_s, PIN_KINDS, scenario.num_replicas)
+    return replace(scenario, faults=sorted(faults, key=lambda fault: fault.time_s))
 
 
 def _without_trouble(scenario: Scenario) -> Scenario:
     """The same without faults and poison: whatever goes wrong comes of the attack."""
     requests = [planned for planned in scenario.requests if not planned.is_poison]
     return replace(scenario, faults=[], requests=requests)
-
-
-def _draw_shape(rng: random.Random, async_scheduling: bool) -> ReplicaShape:
-    block_size = rng.choice((1, 2, 4, 8))
-    max_model_len = rng.choice((32, 48))
-    max_num_seqs = rng.choice((2, 8, 16, 32))
-    # Sizes from a cache that a single sequence can fill to a cache with room for all.
-    num_slots = max_model_len * rng.choice((1, 2, 4, max_num_seqs))
-    return ReplicaShape(
-        scheduler=SchedulerConfig(
-            max_num_batched_tokens=rng.choice((4, 16, 64, 256)),
-            max_num_seqs=max_num_seqs,
-            max_num_waiting=rng.choice((4, 1024, 1024, 1024)),
-            tenant_shares=rng.choice(({}, {"gold": 4.0})),
-            async_scheduling=async_scheduling,
-        ),
-        num_blocks=-(-num_slots // block_size),
-        block_size=block_size,
-        max_model_len=max_model_len,
-        eos_token_ids=frozenset({EOS_TOKEN_ID}),
-        vocab_size=VOCAB_SIZE,
-        prefix_caching=rng.random() < 0.8,
-        step_costs=StepCosts(
-            base_s=rng.uniform(0.005, 0.05), decode_s=0.0, token_s=rng.choice((0.0, 0.0002)), context_token_s=0.0
-        ),
-        make_runner=PseudoRunner,
-        num_drafts=rng.choice((1, 2, 4, 8)),
-    )
-
-
-def _with_one_memory(rng: random.Random, shape: ReplicaShape) -> ReplicaShape:
-    """The states of most models that keep some lie in the place of blocks."""
-    if not shape.num_state_slots or rng.random() > 2 / 3:
-        return shape
-    state_blocks = rng.choice((1, 3))
-    num_blocks = shape.num_blocks + rng.choice((1, 2, 8)) * state_blocks
-    return replace(shape, num_blocks=num_blocks, num_state_slots=num_blocks // state_blocks, state_blocks=state_blocks)
-
-
-def _with_window(rng: random.Random, shape: ReplicaShape) -> ReplicaShape:
-    """Most get a window, and sequences that leave it behind."""
-    if rng.random() > 2 / 3:
-        return shape
-    window = Window.beside(shape.block_size, rng.choice((3, 8, 20)), rng.choice((1, 2)) * shape.block_size)
-    length = 2 * TILE_TOKENS + 48
-    num_blocks = sequence_blocks(length, shape.block_size, window) * rng.choice((1, 2, 4, shape.scheduler.max_num_seqs))
-    scheduler = shape.scheduler.model_copy(update={"max_num_batched_tokens": rng.choice((64, 256))})
-    return replace(shape, scheduler=scheduler, window=window, max_model_len=length, num_blocks=num_blocks)
-
-
-EVENTS_PER_DEEP_CHECK: Final = 400  # simulated events
-
-
-class Checks:
-    """The invariants of a simulated cluster."""
-
-    def __init__(self, routers: list[SimulatedRouter], replicas: list[SimulatedReplica]) -> None:
-        self._routers = routers
-        self._replicas = replicas
-        self._num_events = 0
-
-    def after_event(self) -> None:
-        """Checks the limits of queues, and now and then everything. Raises Violation."""
-        for replica in self._replicas:
-            if replica.is_up and replica.core.load.num_waiting > replica.max_num_waiting:
-                raise Violation(
-                    f"{replica}: {replica.core.load.num_waiting} wait, and only {replica.max_num_waiting} may"
-                )
-        self._num_events += 1
-        if self._num_events % EVENTS_PER_DEEP_CHECK == 0:
-            self.deep()
-
-    def deep(self) -> None:
-        """Checks that the records of every process are consistent."""
-        for process in (*self._routers, *self._replicas):
-            if process.is_up:
-                process.check_integrity()
-
-    def at_end(self) -> None:
-        """Checks, once all is answered and healed, that nothing is left anywhere."""
-        self.deep()
-        for router in self._routers:
-            require(router.is_up and not router.is_frozen, f"{router} did not come back")
-            num_open = router.dispatch_host.dispatch.num_open
-            require(num_open == 0, f"{router}: {num_open} records leaked")
-            num_withdrawn = router.dispatch_host.dispatch.num_withdrawn
-            require(num_withdrawn == 0, f"{router}: {num_withdrawn} withdrawn attempts were never reported as ended")
-            require(router.num_links_up == len(self._replicas), f"{router}: {router.num_links_up} links are up")
-        for replica in self._replicas:
-            require(replica.is_up and not replica.is_frozen, f"{replica} did not come back")
-            stats = replica.core.scheduler.stats()
-            num_alive = stats.num_running + stats.num_waiting
-            require(num_alive == 0, f"{replica}: {num_alive} attempts run without a request")
-            require(replica.num_unanswered == 0, f"{replica}: {replica.num_unanswered} attempts were never answered")
-            require(stats.num_used_blocks == 0, f"{replica}: {stats.num_used_blocks} blocks leaked")
-            replica.core.scheduler.pinning.end(replica.clock)
-            num_pinned = replica.core.scheduler.stats().num_pinned_blocks
-            require(num_pinned == 0, f"{replica}: {num_pinned} blocks are pinned, and no request asks for that now")

@@ -3,7 +3,6 @@
 The seed alone decides: no clock, socket, thread or hash of a string.
 """
 
-import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -29,8 +28,10 @@ from holdfast.cluster.simulate.world.attacks import (
     check_pauses,
     check_resets,
 )
+from holdfast.cluster.simulate.world.checks import Checks
 from holdfast.cluster.simulate.world.faults import HOST_LOSS, UPDATE, SimulatedFault, slowness, strike
-from holdfast.cluster.simulate.world.scenario import Checks, Scenario, draw_scenario
+from holdfast.cluster.simulate.world.part_rng import part_rng
+from holdfast.cluster.simulate.world.scenario import Scenario, draw_scenario
 from holdfast.cluster.simulate.world.traffic import LONGEST_S
 from holdfast.router.config import OverloadConfig
 from holdfast.router.operator_state import OperatorState
@@ -128,17 +129,17 @@ class World:
     """A simulated cluster and its clients."""
 
     def __init__(self, scenario: Scenario, watch: Callable[[Event], None] | None = None) -> None:
-        rng = random.Random(f"world {scenario.seed}")
+        rng = part_rng("world", scenario.seed)
         self.scenario = scenario
         self.timeline = Timeline(watch)
         self.network = Network(self.timeline, rng, scenario.latency_s)
         self.disk = None
         if scenario.has_disk:
-            disk_rng = random.Random(f"disk {scenario.seed}")
+            disk_rng = part_rng("disk", scenario.seed)
             self.disk = SimulatedDisk(disk_rng, lambda: self.timeline.now, scenario.max_disk_rows)
         self.transfers = None
         if scenario.has_transfers:
-            self.transfers = SimulatedTransfers(random.Random(f"transfers {scenario.seed}"), self.timeline.after)
+            self.transfers = SimulatedTransfers(part_rng("transfers", scenario.seed), self.timeline.after)
         self.replicas = [
             SimulatedReplica(
                 f"replica-{i}",

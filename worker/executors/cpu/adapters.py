@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from holdfast.worker.executors.cpu.linear_structures import NativeAdapted, NativeAdapter, NativeSpan
 from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, Site
 from holdfast.worker.executors.cpu.part_packing import GROUP
-from holdfast.worker.executors.cpu.structures import NativeAdapted, NativeAdapter, NativeSpan
 from holdfast.worker.executors.cpu.tile_memory import mapped_memory
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
 from holdfast.worker.executors.layout import Attention, DecoderLayout, Mlp

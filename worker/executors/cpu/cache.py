@@ -23,6 +23,9 @@ SUB_PAGE: Final = 16
 """Keys of a tile: a block holds a whole number of them."""
 MAX_HEAD_DIM: Final = 576
 """Dimensions of a key or a value (`native/pages.h`)."""
+KEPT_AS_INT8: Final = 1
+"""`kept_as` of the C structures: keys and values are codes; 0: numbers of the model's dtype."""
+
 _SCALE_BYTES: Final = 2
 """float16."""
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.library import check_outcome
-from holdfast.worker.executors.cpu.structures import NativeExchange, NativeModel
+from holdfast.worker.executors.cpu.model_structures import NativeExchange, NativeModel
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.state_layers import Mamba2
 

@@ -15,16 +15,16 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.adapters import AdaptedLinear, PackedAdapter
-from holdfast.worker.executors.cpu.cache import BlockForm, TiledCache, last_block
+from holdfast.worker.executors.cpu.cache import KEPT_AS_INT8, BlockForm, TiledCache, last_block
 from holdfast.worker.executors.cpu.exchange import Exchange, check_step, meet, segments_with_sums, tree_sum
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
 from holdfast.worker.executors.cpu.library import COMPACT_CLASSES, class_of, load_library
+from holdfast.worker.executors.cpu.linear_structures import NativeLinear
 from holdfast.worker.executors.cpu.packing import PackedModel
 from holdfast.worker.executors.cpu.running_step import RowMemory, RunningStep
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.cpu.shared_weights import arena_for
 from holdfast.worker.executors.cpu.states import VALUE_BYTES, StateCache
-from holdfast.worker.executors.cpu.structures import KEPT_AS_INT8, NativeLinear
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.kv_cache import BlockMemory

@@ -10,18 +10,16 @@ from typing import Final
 
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.executors.cpu.build import CLASSES, NoCompilerError, compile_libraries, digest, is_current
-from holdfast.worker.executors.cpu.structures import (
-    SIZES,
-    NativeAdapted,
+from holdfast.worker.executors.cpu.linear_structures import NativeAdapted, NativeLinear, NativeUnits
+from holdfast.worker.executors.cpu.model_structures import NativeModel
+from holdfast.worker.executors.cpu.step_structures import (
     NativeAttention,
     NativeAttentionRows,
     NativeDrawn,
     NativeEdits,
-    NativeLinear,
-    NativeModel,
     NativeStep,
-    NativeUnits,
 )
+from holdfast.worker.executors.cpu.structures import STRUCTURES
 from holdfast.worker.user_folder import user_folder
 
 logger = logging.getLogger(__name__)
@@ -138,9 +136,10 @@ def cache_folder() -> Path:
 
 def _declared(library: CDLL) -> CDLL:
     """Checks that structures are as long here as there, and says what functions take and return."""
-    sizes = (c_int * len(SIZES))()
+    sizes = (c_int * len(STRUCTURES))()
     library.native_sizes(sizes)
-    assert list(sizes) == [ctypes.sizeof(kind) for kind in SIZES.values()], "structures.py differs from decoder.h"
+    for kind, size in zip(STRUCTURES, sizes, strict=True):
+        assert ctypes.sizeof(kind) == size, f"{kind.__name__} has {ctypes.sizeof(kind)} bytes, and {size} in C++"
     library.native_digest.restype = c_char_p
     _declare(library, "native_pool_create", c_void_p, c_int, c_int, c_void_p)
     _declare(library, "native_pool_destroy", None, c_void_p)

@@ -10,6 +10,20 @@ from typing import Any, Final
 import torch
 
 from holdfast.worker.executors.cpu.adapters import adaptable
+from holdfast.worker.executors.cpu.linear_structures import NativeLinear
+from holdfast.worker.executors.cpu.model_structures import (
+    NativeBeside,
+    NativeExperts,
+    NativeLatent,
+    NativeLayer,
+    NativeLayerInput,
+    NativeMlp,
+    NativeModel,
+    NativeRecurrence,
+    NativeRotary,
+    NativeShortConv,
+    NativeTokenInputs,
+)
 from holdfast.worker.executors.cpu.packed_rows import (
     Site,
     gate_and_up,
@@ -18,20 +32,6 @@ from holdfast.worker.executors.cpu.packed_rows import (
 )
 from holdfast.worker.executors.cpu.part_packing import GROUP, TILE, PartPacker
 from holdfast.worker.executors.cpu.states import recurrence_numbers
-from holdfast.worker.executors.cpu.structures import (
-    NativeBeside,
-    NativeExperts,
-    NativeLatent,
-    NativeLayer,
-    NativeLayerInput,
-    NativeLinear,
-    NativeMlp,
-    NativeModel,
-    NativeRecurrence,
-    NativeRotary,
-    NativeShortConv,
-    NativeTokenInputs,
-)
 from holdfast.worker.executors.cpu.tile_memory import (
     Arena,
     Compactor,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from holdfast.worker.executors.cpu.code_packing import PackedCodes, pack_codes
 from holdfast.worker.executors.cpu.library import check_outcome
+from holdfast.worker.executors.cpu.linear_structures import NativeLinear, NativeNorm, NativeUnits
 from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, Site, placed, put_rows, row_addresses, with_rows
-from holdfast.worker.executors.cpu.structures import NativeLinear, NativeNorm, NativeUnits
 from holdfast.worker.executors.cpu.tile_memory import (
     NOT_FINITE,
     Arena,

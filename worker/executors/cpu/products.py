@@ -14,17 +14,12 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import ConfigurationError, ReplicaError
-from holdfast.worker.executors.cpu.cache import MAX_HEAD_DIM, TiledCache
+from holdfast.worker.executors.cpu.cache import KEPT_AS_INT8, MAX_HEAD_DIM, TiledCache
 from holdfast.worker.executors.cpu.library import check_outcome, load_library
+from holdfast.worker.executors.cpu.linear_structures import NativeLinear
 from holdfast.worker.executors.cpu.part_packing import GROUP, TILE
 from holdfast.worker.executors.cpu.running_step import array_address
-from holdfast.worker.executors.cpu.structures import (
-    KEPT_AS_INT8,
-    NativeAttention,
-    NativeAttentionRows,
-    NativeLinear,
-    NativeStep,
-)
+from holdfast.worker.executors.cpu.step_structures import NativeAttention, NativeAttentionRows, NativeStep
 from holdfast.worker.executors.cpu.tile_memory import NOT_FINITE, Arena
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
 from holdfast.worker.executors.finite import refuse

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.executors.cpu.structures import NativeAdapter, NativeStep
+from holdfast.worker.executors.cpu.linear_structures import NativeAdapter
+from holdfast.worker.executors.cpu.step_structures import NativeStep
 
 
 class RunningStep:

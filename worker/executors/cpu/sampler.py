@@ -14,7 +14,7 @@ import numpy as np
 from holdfast.worker.draws import DrawParams, LogitsSettings, banned_token_ids
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.library import check_outcome, load_library
-from holdfast.worker.executors.cpu.structures import NativeDraw, NativeDrawn, NativeEdits
+from holdfast.worker.executors.cpu.step_structures import NativeDraw, NativeDrawn, NativeEdits
 from holdfast.worker.executors.step_sampler import (
     NONE,
     NUMERICS,

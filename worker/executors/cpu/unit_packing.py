@@ -13,9 +13,9 @@ from torch import Tensor
 
 from holdfast.worker.executors.coded import SCALE_TYPES, UNIT, Offset, UnitForm, Units
 from holdfast.worker.executors.cpu.library import check_outcome
+from holdfast.worker.executors.cpu.linear_structures import NativePanel, NativeUnits
 from holdfast.worker.executors.cpu.packed_rows import IntArray, rows_of_each, runs_of
 from holdfast.worker.executors.cpu.running_step import array_address
-from holdfast.worker.executors.cpu.structures import NativePanel, NativeUnits
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.mapped_files import discard_contents

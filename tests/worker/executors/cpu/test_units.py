@@ -13,9 +13,9 @@ from torch import Tensor
 
 from holdfast.worker.executors.coded import UNITS_TOGETHER, Offset, UnitForm, Units
 from holdfast.worker.executors.cpu.library import runnable_classes
+from holdfast.worker.executors.cpu.linear_structures import NativeLinear
 from holdfast.worker.executors.cpu.packed_rows import IntArray, gate_and_up, padded_places
 from holdfast.worker.executors.cpu.part_packing import TILE
-from holdfast.worker.executors.cpu.structures import NativeLinear
 from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 from tests.reference.unit_products import UNIT, UnitWeight, fma, quantized, unit_products

@@ -1,0 +1,57 @@
+"""C structures of linear layers, norms and LoRA adapters: a mirror of `native/decoder.h`, field by field."""
+
+from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
+
+
+class NativeUnits(Structure):
+    """Layout of a quantized weight's units: bits per code, kind of offset, dtype of scales."""
+
+    _fields_ = (("bits", c_int), ("offset", c_int), ("scales", c_int), ("before", c_int))
+
+
+class NativePanel(Structure):
+    """Address and layout of one panel of quantized units."""
+
+    _fields_ = (("first", c_void_p), ("units", NativeUnits))
+
+
+class NativeLinear(Structure):
+    """A linear layer's packed weight: tiles or panels, a bias, and slices of its inputs."""
+
+    _fields_ = (
+        ("tiles", c_void_p),
+        ("bias", c_void_p),
+        ("slices", c_int),
+        ("slice_tiles", c_int),
+        ("groups", c_int),
+        ("outputs", c_int),
+        ("panel_bytes", c_long),
+        ("units", NativeUnits),
+        ("panels", POINTER(NativePanel)),
+        ("code_run", c_int),
+        ("site", c_int),
+    )
+
+
+class NativeNorm(Structure):
+    """RMSNorm or LayerNorm."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("is_layer_norm", c_int))
+
+
+class NativeSpan(Structure):
+    """Ranks of a LoRA adapter that 16 outputs of a linear have weights of, and where they lie in `b`."""
+
+    _fields_ = (("first", c_int), ("end", c_int), ("place", c_long))
+
+
+class NativeAdapted(Structure):
+    """One linear's LoRA matrices A and B, and a scale for each rank."""
+
+    _fields_ = (("a", c_void_p), ("b", c_void_p), ("scales", c_void_p), ("spans", c_void_p), ("ranks", c_int))
+
+
+class NativeAdapter(Structure):
+    """A LoRA adapter: one `NativeAdapted` for each linear that adapters may change."""
+
+    _fields_ = (("linears", c_void_p),)
