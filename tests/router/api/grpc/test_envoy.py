@@ -39,80 +39,72 @@ def endpoints(*addresses: str) -> dict:
 
 
 def settings(port: int, picker: str, routers: list[str]) -> dict:
-    """As a gateway would configure it for an InferencePool."""
-    ext_proc = {
-        "@type": f"{TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
-        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
-        "message_timeout": "20s",
-        "processing_mode": {
-            "request_header_mode": "SEND",
-            "response_header_mode": "SEND",
-            "request_body_mode": "FULL_DUPLEX_STREAMED",
-            "response_body_mode": "FULL_DUPLEX_STREAMED",
-            "request_trailer_mode": "SEND",
-            "response_trailer_mode": "SEND",
-        },
-        "metadata_options": {"receiving_namespaces": {"untyped": ["envoy.lb"]}},
-    }
-    manager = {
-        "@type": f"{TYPES}.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "in",
-        "route_config": {
-            "virtual_hosts": [
-                {
-                    "name": "all",
-                    "domains": ["*"],
-                    "routes": [{"match": {"prefix": "/"}, "route": {"cluster": "routers", "timeout": "0s"}}],
-                }
-            ]
-        },
-        "http_filters": [
-            {"name": "picker", "typed_config": ext_proc},
-            {"name": "router", "typed_config": {"@type": f"{TYPES}.filters.http.router.v3.Router"}},
-        ],
-    }
-    chosen = {
-        "@type": f"{TYPES}.load_balancing_policies.override_host.v3.OverrideHost",
-        "override_host_sources": [{"metadata": {"key": "envoy.lb", "path": [{"key": DESTINATION}]}}],
-        "fallback_policy": {
-            "policies": [
-                {
-                    "typed_extension_config": {
-                        "name": "none",
-                        "typed_config": {"@type": f"{TYPES}.load_balancing_policies.round_robin.v3.RoundRobin"},
-                    }
-                }
-            ]
-        },
-    }
-    http2 = {
-        "@type": f"{TYPES}.upstreams.http.v3.HttpProtocolOptions",
-        "explicit_http_config": {"http2_protocol_options": {}},
-    }
+    """As a gateway would configure it for an InferencePool: listener, picker and routers."""
     address = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+    filters = [{"name": "http", "typed_config": connection_manager()}]
     return {
         "static_resources": {
-            "listeners": [
-                {"address": address, "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}]}
-            ],
+            "listeners": [{"address": address, "filter_chains": [{"filters": filters}]}],
             "clusters": [
-                {
-                    "name": "picker",
-                    "type": "STATIC",
-                    "typed_extension_protocol_options": {f"{TYPES[20:]}.upstreams.http.v3.HttpProtocolOptions": http2},
-                    "load_assignment": {"cluster_name": "picker", **endpoints(picker)},
-                },
-                {
-                    "name": "routers",
-                    "type": "STATIC",
-                    "load_assignment": {"cluster_name": "routers", **endpoints(*routers)},
-                    "load_balancing_policy": {
-                        "policies": [{"typed_extension_config": {"name": "chosen", "typed_config": chosen}}]
-                    },
-                },
+                {**cluster("picker", picker), "typed_extension_protocol_options": http2()},
+                {**cluster("routers", *routers), "load_balancing_policy": policies("chosen", chosen_host())},
             ],
         }
     }
+
+
+def typed(kind: str, **fields: object) -> dict:
+    return {"@type": f"{TYPES}.{kind}", **fields}
+
+
+def cluster(name: str, *addresses: str) -> dict:
+    return {"name": name, "type": "STATIC", "load_assignment": {"cluster_name": name, **endpoints(*addresses)}}
+
+
+def policies(name: str, config: dict) -> dict:
+    return {"policies": [{"typed_extension_config": {"name": name, "typed_config": config}}]}
+
+
+def connection_manager() -> dict:
+    """Asks the picker about each request, then sends it to the host that the picker has chosen."""
+    route = {"match": {"prefix": "/"}, "route": {"cluster": "routers", "timeout": "0s"}}
+    return typed(
+        "filters.network.http_connection_manager.v3.HttpConnectionManager",
+        stat_prefix="in",
+        route_config={"virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [route]}]},
+        http_filters=[
+            {"name": "picker", "typed_config": external_processor()},
+            {"name": "router", "typed_config": typed("filters.http.router.v3.Router")},
+        ],
+    )
+
+
+def external_processor() -> dict:
+    """The picker sees headers, bodies as they come, and trailers, of requests and of responses."""
+    parts = {"header": "SEND", "body": "FULL_DUPLEX_STREAMED", "trailer": "SEND"}
+    modes = {f"{side}_{part}_mode": mode for part, mode in parts.items() for side in ("request", "response")}
+    return typed(
+        "filters.http.ext_proc.v3.ExternalProcessor",
+        grpc_service={"envoy_grpc": {"cluster_name": "picker"}},
+        message_timeout="20s",
+        processing_mode=modes,
+        metadata_options={"receiving_namespaces": {"untyped": ["envoy.lb"]}},
+    )
+
+
+def chosen_host() -> dict:
+    """The host in the picker's metadata; without one, any."""
+    return typed(
+        "load_balancing_policies.override_host.v3.OverrideHost",
+        override_host_sources=[{"metadata": {"key": "envoy.lb", "path": [{"key": DESTINATION}]}}],
+        fallback_policy=policies("none", typed("load_balancing_policies.round_robin.v3.RoundRobin")),
+    )
+
+
+def http2() -> dict:
+    kind = "upstreams.http.v3.HttpProtocolOptions"
+    options = typed(kind, explicit_http_config={"http2_protocol_options": {}})
+    return {f"{TYPES.removeprefix('type.googleapis.com/')}.{kind}": options}
 
 
 @asynccontextmanager
