@@ -2,6 +2,7 @@
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -295,6 +296,14 @@ def test_planted_a_digest_that_is_not_checked_changes_what_is_said(folder, reque
         assert second.ask(requests[0]) != {"0": alone["0"]}
 
 
+def kept_below(folder: Path) -> tuple[int, int, int, int]:
+    """Pinned blocks in the store of a folder, their kinds and tenants, and seconds until the first pin ends."""
+    query = "SELECT count(*), count(DISTINCT kind), count(DISTINCT tenant), min(until) - unixepoch() FROM kept JOIN "
+    with sqlite3.connect(folder / "index.sqlite") as index:
+        (found,) = index.execute(query + "blocks USING (kind, name)").fetchall()
+    return found
+
+
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_is_pinned_is_kept_on_the_disk_of_each_rank_beyond_the_replica(num_ranks, folder, requests, tmp_path):
     replica = Replica.start(config(folder, tmp_path, num_ranks))
@@ -302,12 +311,10 @@ def test_what_is_pinned_is_kept_on_the_disk_of_each_rank_beyond_the_replica(num_
         first = Served(replica)
         first.ask(replace(requests[0], cache_ttl_s=300, tenant="gold"))
         first.settle()
+        while kept_below(tmp_path)[0] < 12 * num_ranks:  # each rank writes its own; the test's time-out bounds it
+            time.sleep(0.01)
     finally:
         replica.stop()
-    with sqlite3.connect(tmp_path / "index.sqlite") as index:
-        query = (
-            "SELECT count(*), count(DISTINCT kind), count(DISTINCT tenant), min(until) - unixepoch() FROM kept JOIN "
-        )
-        (found,) = index.execute(query + "blocks USING (kind, name)").fetchall()
+    found = kept_below(tmp_path)
     assert found[:3] == (12 * num_ranks, num_ranks, 1)
     assert 200 < found[3] <= 301
