@@ -20,6 +20,7 @@ def check_offload(config: WorkerConfig, memory: BlockMemory | None, num_ranks: i
     if cache.offload_folder_and_bytes is not None:
         if memory is None or memory.is_on_device:
             raise ConfigurationError(f"{_DISK}: only the native executor on CPUs can keep blocks on a disk")
+        _check_turns(config, _DISK)
         if config.model.load_format == "dummy":
             raise ConfigurationError(f"{_DISK}: random weights (load_format = 'dummy') have no name to keep blocks by")
         _check_drafts(config, _DISK)
@@ -36,13 +37,17 @@ def _check_memory(config: WorkerConfig, memory: BlockMemory | None, num_ranks: i
         raise ConfigurationError(f"{_MEMORY}: only the native executor can copy blocks, and this model runs on another")
     if num_ranks > 1:
         raise ConfigurationError(f"{_MEMORY}: must be unset with parallel.tensor_parallel_size = {num_ranks}")
-    if config.scheduler.async_scheduling:
-        raise ConfigurationError(f"{_MEMORY}: blocks are copied between steps; scheduler.async_scheduling must be off")
+    _check_turns(config, _MEMORY)
     _check_drafts(config, _MEMORY)
     left = memory_left(torch.device("cpu"))
     if num_bytes > left:
         wanted = readable_bytes(num_bytes)
         raise ConfigurationError(f"{_MEMORY} = {wanted}: must be at most the {readable_bytes(left)} that are available")
+
+
+def _check_turns(config: WorkerConfig, setting: str) -> None:
+    if config.scheduler.async_scheduling:
+        raise ConfigurationError(f"{setting}: blocks are copied between steps; scheduler.async_scheduling must be off")
 
 
 def _check_drafts(config: WorkerConfig, setting: str) -> None:

@@ -122,6 +122,12 @@ ON_DEVICE = BlockMemory(blocks=DeviceBlocks(cache_of()), form="f", is_on_device=
         (config_of(scheduler=SchedulerConfig(async_scheduling=True)), ON_DEVICE, 1, "async_scheduling must be off"),
         (config_of(cache=CacheConfig(kv_offload_memory=1 << 60)), ON_DEVICE, 1, "must be at most the .* available"),
         (config_of(cache=CacheConfig(kv_offload_disk="/x,1GB")), ON_DEVICE, 1, "kv_offload_disk: only .* on CPUs"),
+        (
+            config_of(cache=CacheConfig(kv_offload_disk="/x,1GB"), scheduler=SchedulerConfig(async_scheduling=True)),
+            replace(ON_DEVICE, is_on_device=False),
+            1,
+            "kv_offload_disk: .* async_scheduling must be off",
+        ),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(config, memory, num_ranks, match):
@@ -131,6 +137,7 @@ def test_what_cannot_be_kept_is_refused_by_name(config, memory, num_ranks, match
 
 def test_what_can_be_kept_is_not():
     check_offload(config_of(), ON_DEVICE, 1)
+    check_offload(config_of(cache=CacheConfig(kv_offload_disk="/x,1GB")), replace(ON_DEVICE, is_on_device=False), 1)
     check_offload(WorkerConfig(model=ModelConfig(model="m")), None, 4)
 
 
