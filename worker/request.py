@@ -147,6 +147,17 @@ class PinnedPrefix(NamedTuple):
     """Hash of the root, and of each of its blocks in order."""
 
 
+class StoredPin(NamedTuple):
+    """Prefix that the store below the cache keeps, because requests have asked for it."""
+
+    tenant: str
+    ttl_s: float
+    """Seconds for which it is still to be kept."""
+    last_hash: bytes
+    """Hash of its last block that is stored."""
+    num_blocks: int
+
+
 class BlockSource(NamedTuple):
     """Another replica of the same version that has blocks of a request's prefix. Advice, which may be wrong."""
 

@@ -97,7 +97,7 @@ def remove_adapter(
 
 @takes_settings("client")
 def pins(*, server: Server = _LOCAL, settings: Layer) -> int:
-    """List the prefixes that replicas keep in their caches because requests asked for it.
+    """List the prefixes that replicas keep in memory, or on a disk alone, because requests asked for it.
 
     Exit code 1: a replica has not answered.
     """
@@ -105,12 +105,13 @@ def pins(*, server: Server = _LOCAL, settings: Layer) -> int:
     from rich.table import Table
 
     found = _ask(server, settings, "ListPins")
-    table = Table("tenant", "model", "replica", "prefix", box=None, pad_edge=False)
+    table = Table("tenant", "model", "replica", "prefix", "in", box=None, pad_edge=False)
     for column in ("tokens", "seconds left"):
         table.add_column(column, justify="right")
     for pin in sorted(found.pins, key=lambda one: (one.tenant, one.model, one.replica_id, -one.seconds_left)):
         tenant, tokens, seconds = pin.tenant or "-", str(pin.num_tokens), f"{pin.seconds_left:.0f}"
-        table.add_row(tenant, pin.model, pin.replica_id, pin.prefix, tokens, seconds)
+        where = "disk" if pin.is_on_disk else "memory"
+        table.add_row(tenant, pin.model, pin.replica_id, pin.prefix, where, tokens, seconds)
     console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
     console.print(table if found.pins else "no prefix is pinned")
     return _tell_unheard(found.unheard)
@@ -130,7 +131,7 @@ def unpin(
     Exit code 1: a replica has not answered, and keeps its pins.
     """
     ended = _ask(server, settings, "Unpin", tenant=tenant, prefix=prefix)
-    print(f"{ended.num_blocks} blocks are no longer pinned")
+    print(f"{ended.num_blocks} blocks in memory are no longer pinned")
     return _tell_unheard(ended.unheard)
 
 

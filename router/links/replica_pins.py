@@ -20,6 +20,8 @@ class ListedPin(NamedTuple):
     """Hash of the last block, in hexadecimal digits."""
     num_tokens: int
     seconds_left: float
+    is_on_disk: bool
+    """Whether it lies on the disk of the replica's host alone."""
 
 
 class UnheardReplica(NamedTuple):
@@ -37,9 +39,19 @@ class ReplicaPins:
         self._links = links
 
     async def listed(self) -> tuple[list[ListedPin], list[UnheardReplica]]:
-        """Pinned prefixes, by replica, and the replicas that have not answered."""
+        """Pinned prefixes, by replica, and the replicas that have not answered. A prefix on a disk that several
+        replicas share, or that another one has in memory, is listed once.
+        """
         answers, unheard = await self._ask_all("GetPins", engine_pb2.GetPinsRequest())
-        return [_listed(link, one) for link, answer in answers for one in answer.prefixes], unheard
+        found = [_listed(link, one) for link, answer in answers for one in answer.prefixes]
+        seen = {(one.model, one.tenant, one.prefix) for one in found if not one.is_on_disk}
+        listed = []
+        for one in found:
+            key = (one.model, one.tenant, one.prefix)
+            if not one.is_on_disk or key not in seen:
+                listed.append(one)
+                seen.add(key)
+        return listed, unheard
 
     async def unpin(self, tenant: str, prefix: str = "") -> tuple[int, list[UnheardReplica]]:
         """Ends the tenant's pin of a prefix, or all of its pins without one. The number of blocks that were pinned, and
@@ -64,11 +76,12 @@ async def _ask(link: ReplicaLink, method: str, request: Any) -> Any:
 
 
 def _listed(link: ReplicaLink, pin: engine_pb2.PinnedPrefix) -> ListedPin:
-    num_blocks = len(pin.hashes) // HASH_BYTES - 1  # the first hash is the root's
+    num_blocks = pin.num_blocks_on_disk or len(pin.hashes) // HASH_BYTES - 1  # the first hash is the root's
     prefix = pin.hashes[-HASH_BYTES:].hex()
     num_tokens = num_blocks * link.block_size
     endpoint = link.endpoint
-    return ListedPin(endpoint.replica_id, endpoint.model, pin.tenant, prefix, num_tokens, pin.ttl_ms / 1e3)
+    is_on_disk = pin.num_blocks_on_disk > 0
+    return ListedPin(endpoint.replica_id, endpoint.model, pin.tenant, prefix, num_tokens, pin.ttl_ms / 1e3, is_on_disk)
 
 
 _LIMIT: Final = f"must be a prefix as the list of pins names it, {2 * HASH_BYTES} hexadecimal digits"

@@ -16,7 +16,7 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import ModelRunner, follow
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.replica.replica import Replica
-from holdfast.worker.request import EngineRequest
+from holdfast.worker.request import EngineRequest, StoredPin
 from holdfast.worker.scheduler.step_time import StepTimeModel
 from holdfast.worker.step_update import EngineStats, StepUpdate
 from tests.fake_group import run_ranks
@@ -318,3 +318,19 @@ def test_what_is_pinned_is_kept_on_the_disk_of_each_rank_beyond_the_replica(num_
     found = kept_below(tmp_path)
     assert found[:3] == (12 * num_ranks, num_ranks, 1)
     assert 200 < found[3] <= 301
+    replica = Replica.start(config(folder, tmp_path, num_ranks))
+    try:
+        (pin,) = kept(replica)
+        assert (pin.tenant, pin.num_blocks) == ("gold", 12)
+        assert 200 < pin.ttl_s <= 300
+        assert replica.engine.between_steps(lambda: replica.engine.tier.unpin("gold", pin.last_hash)).result() == 0
+        deadline_s = time.monotonic() + LIMIT_S
+        while kept(replica):
+            assert time.monotonic() < deadline_s, "it lies on the disk alone, and is unpinned there"
+    finally:
+        replica.stop()
+
+
+def kept(replica: Replica) -> list[StoredPin]:
+    """Pins that the disk has."""
+    return replica.movers.own.mover.kept_prefixes().result(LIMIT_S)

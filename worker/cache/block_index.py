@@ -12,6 +12,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from holdfast.worker.cache.sealing import KIND_BYTES
+
 logger = logging.getLogger(__name__)
 
 SUFFIX: Final = ".blocks"
@@ -29,6 +31,7 @@ _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS kept (kind BLOB, name BLOB, tenant BLOB, until REAL, turn INTEGER, place INTEGER, "
     "PRIMARY KEY (kind, name)) WITHOUT ROWID",
     "CREATE INDEX IF NOT EXISTS by_end ON kept (until)",
+    "CREATE TABLE IF NOT EXISTS tenants (tenant BLOB PRIMARY KEY, name BLOB) WITHOUT ROWID",
 )
 
 _STORED: Final = "kept JOIN blocks ON blocks.kind = kept.kind AND blocks.name = kept.name"
@@ -92,6 +95,18 @@ class KeptBlock(NamedTuple):
     length: int
 
 
+class KeptPrefix(NamedTuple):
+    """A stored prefix that is kept: its last stored block."""
+
+    tenant: bytes
+    tenant_name: bytes
+    """As it was given."""
+    name: bytes
+    num_before: int
+    """Names of the prefix before that one."""
+    until: float
+
+
 class KeptNames:
     """The table of one index. The writer holds the index's transaction. Raises what SQLite raises."""
 
@@ -101,9 +116,12 @@ class KeptNames:
         self._most_bytes = most_bytes
         self._clock = clock
 
-    def keep(self, kind: bytes, names: Sequence[bytes], tenant: bytes, ttl_s: float) -> None:
-        """Keeps these names, in the order of the prefix, for this number of seconds. A longer expiry time stays."""
+    def keep(self, kind: bytes, names: Sequence[bytes], tenant: bytes, ttl_s: float, tenant_name: bytes) -> None:
+        """Keeps these names, in the order of the prefix, for this number of seconds. A longer expiry time stays.
+        `tenant_name`: for `prefixes`.
+        """
         self._db.execute("DELETE FROM kept WHERE until <= ?", (self._clock(),))
+        self._db.execute("INSERT OR IGNORE INTO tenants VALUES (?, ?)", (tenant, tenant_name))
         ((turn,),) = self._db.execute("SELECT coalesce(max(turn), 0) + 1 FROM kept").fetchall()
         until = self._clock() + ttl_s
         self._db.executemany(
@@ -119,6 +137,49 @@ class KeptNames:
             self._db.executemany("DELETE FROM kept WHERE kind = ? AND tenant = ? AND name = ?", rows)
         else:
             self._db.execute("DELETE FROM kept WHERE kind = ? AND tenant = ?", (kind, tenant))
+        self._forget_tenants()
+
+    def forget_prefix(self, kind: bytes, name: bytes, tenant: bytes) -> None:
+        """Keeps the prefix of a tenant that ends with this name no longer, nor names of other kinds of block behind it;
+        its beginning as long as a continuation that was kept with it, or later.
+        """
+        found = self._db.execute(
+            "SELECT turn, place, until FROM kept WHERE kind = ? AND name = ? AND tenant = ?", (kind, name, tenant)
+        ).fetchone()
+        if found is None:
+            return
+        turn, place, until = found
+        prefix, is_part = (kind, tenant, turn, until), "kind = ? AND tenant = ? AND turn = ? AND until <= ?"
+        ((after,),) = self._db.execute(
+            "SELECT max(until) FROM kept WHERE kind = ? AND tenant = ? AND turn = ? AND place > ? AND "
+            "substr(name, 1, ?) = ?",
+            (kind, tenant, turn, place, KIND_BYTES, name[:KIND_BYTES]),
+        ).fetchall()
+        if after is None:
+            self._db.execute(f"DELETE FROM kept WHERE {is_part}", prefix)
+            self._forget_tenants()
+        else:
+            self._db.execute(
+                f"UPDATE kept SET until = min(until, ?) WHERE {is_part} AND place <= ?", (after, *prefix, place)
+            )
+
+    def prefixes(self, kind: bytes, of_names: bytes) -> list[KeptPrefix]:
+        """The stored prefixes of names that begin with `of_names`, except beginnings of a longer one that is kept with
+        them for as long.
+        """
+        rows = self._db.execute(
+            f"SELECT turn, kept.tenant, tenants.name, kept.name, place, until FROM {_STORED} "
+            "JOIN tenants ON tenants.tenant = kept.tenant WHERE kept.kind = ? AND substr(kept.name, 1, ?) = ? AND "
+            "until > ? ORDER BY kept.tenant, turn, place DESC",
+            (kind, len(of_names), of_names, self._clock()),
+        ).fetchall()
+        found, longest = [], dict[tuple[bytes, int], float]()
+        for turn, *row in rows:
+            one = KeptPrefix(*row)
+            if one.until > longest.get((one.tenant, turn), 0.0):
+                longest[one.tenant, turn] = one.until
+                found.append(one)
+        return found
 
     def end(self) -> None:
         """Forgets names whose time is up, and those beyond their tenant's share."""
@@ -129,6 +190,7 @@ class KeptNames:
         ).fetchall()
         for tenant, num_bytes in rows:
             self._drop(tenant, num_bytes - self._most_bytes)
+        self._forget_tenants()
 
     def sizes(self) -> dict[int, int]:
         """Bytes of kept blocks by segment."""
@@ -141,6 +203,9 @@ class KeptNames:
             (segment,),
         )
         return [KeptBlock(*row) for row in found]
+
+    def _forget_tenants(self) -> None:
+        self._db.execute("DELETE FROM tenants WHERE tenant NOT IN (SELECT tenant FROM kept)")
 
     def _drop(self, tenant: bytes, num_bytes: int) -> None:
         """Drops kept names of a tenant until this number of bytes is freed: of names kept together the last first."""

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from holdfast.worker.block_hash import HASH_BYTES
-from holdfast.worker.cache.block_index import SUFFIX, KeptNames, open_index
-from holdfast.worker.cache.sealing import Sealer, WrongDigestError
+from holdfast.worker.cache.block_index import SUFFIX, KeptNames, KeptPrefix, open_index
+from holdfast.worker.cache.sealing import KIND_BYTES, Sealer, WrongDigestError
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.request import StoredPin
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +112,13 @@ class BlockStore:
     def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
         """Keeps these blocks, given from a prefix's beginning and stored now or later, for this number of seconds,
         within the tenant's share: they outlive blocks that were used later. 0: they are kept no longer; without names,
-        none of the tenant's are.
+        none of the tenant's are. Below 0: the prefixes that end with these names are kept no longer.
         """
         self._guarded(lambda: self._keep(names, tenant, ttl_s))
+
+    def kept_prefixes(self, kind: bytes) -> list[StoredPin]:
+        """Prefixes that are kept here, of blocks whose names begin with `kind`, as far as they are stored."""
+        return self._guarded(lambda: [self._stored_pin(one) for one in self._kept.prefixes(self._kind, kind)])
 
     def news(self) -> tuple[list[bytes], list[bytes]]:
         """Names added since the last call, by any process, and names removed."""
@@ -159,10 +164,23 @@ class BlockStore:
         digest = blake2b(tenant.encode(errors="surrogatepass"), digest_size=HASH_BYTES).digest()
         (hidden_tenant,) = self.sealer.hidden([_TENANT + digest])
         with self._transaction():
+            hidden = self.sealer.hidden(names)
             if ttl_s > 0:
-                self._kept.keep(self._kind, self.sealer.hidden(names), hidden_tenant, ttl_s)
+                sealed = self.sealer.seal(_TENANT, memoryview(tenant.encode(errors="surrogatepass")))
+                self._kept.keep(self._kind, hidden, hidden_tenant, ttl_s, b"".join(sealed))
+            elif ttl_s == 0:
+                self._kept.forget(self._kind, hidden, hidden_tenant)
             else:
-                self._kept.forget(self._kind, self.sealer.hidden(names), hidden_tenant)
+                for name in hidden:
+                    self._kept.forget_prefix(self._kind, name, hidden_tenant)
+
+    def _stored_pin(self, one: KeptPrefix) -> StoredPin:
+        try:
+            tenant = str(self.sealer.unseal(_TENANT, memoryview(one.tenant_name)), errors="surrogatepass")
+        except WrongDigestError:
+            tenant = "?"
+        (name,) = self.sealer.shown([one.name])
+        return StoredPin(tenant, one.until - self._clock(), name[KIND_BYTES:], one.num_before + 1)
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from holdfast.worker.cache.sealing import CheckSealer, Sealer, WrongDigestError
+from holdfast.worker.request import StoredPin
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class MemoryStore:
         return data
 
     def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
-        """Does as `BlockStore.keep`."""
+        """Does as `BlockStore.keep`; below 0 as with 0."""
         if ttl_s <= 0:
             for name in names or list(self._kept):
                 if name in self._kept and self._kept[name].tenant == tenant:
@@ -88,6 +89,10 @@ class MemoryStore:
             before = self._kept.get(name)
             self._kept[name] = _Kept(tenant, until_s if before is None else max(until_s, before.until_s))
             self._kept.move_to_end(name)
+
+    def kept_prefixes(self, kind: bytes) -> list[StoredPin]:
+        """None: they end with the process, whose cache lists its pins."""
+        return []
 
     def news(self) -> tuple[list[bytes], list[bytes]]:
         """Names added since the last call, and names removed."""

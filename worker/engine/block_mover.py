@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from holdfast.worker.cache.sealing import WrongDigestError
 from holdfast.worker.engine.block_sockets import Block, BlockReceiver, BlockServer, TransferKey
 from holdfast.worker.engine.tier_mover import KV, MoverCounts, MoverEvents, Place, Store
 from holdfast.worker.executors.kv_cache import BlockRows, Bytes
+from holdfast.worker.request import StoredPin
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class BlockMover:
         self._changed = threading.Condition()
         self._writes: deque[list[Block]] = deque()
         self._kept: deque[tuple[Sequence[bytes], str, float]] = deque()
+        self._listings: deque[Future[list[StoredPin]]] = deque()
         self._fetches: dict[int, _Fetch] = {}
         self._ahead_bytes = 0
         self._closed = False
@@ -126,9 +129,20 @@ class BlockMover:
 
     def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
         """Keeps these blocks in the store for this number of seconds, within the tenant's share, from about a second
-        from now. 0, and no names: as `BlockStore.keep`.
+        from now, or ends that, as `BlockStore.keep`.
         """
         self._kept.append((names, tenant, ttl_s))
+
+    def kept_prefixes(self) -> "Future[list[StoredPin]]":
+        """Prefixes that the store keeps; none where there is no store, or it fails. From any thread."""
+        future = Future[list[StoredPin]]()
+        with self._changed:
+            if self._store is None or self._closed:
+                future.set_result([])
+            else:
+                self._listings.append(future)
+                self._changed.notify_all()
+        return future
 
     def _copied(self, places: Sequence[Place]) -> list[Block]:
         """A copy of these blocks, first those of one kind, then of the other."""
@@ -224,10 +238,10 @@ class BlockMover:
             with self._changed:
                 if not self._changed.wait_for(self._has_work, NEWS_S) and not self._closed:
                     fetch, batch = None, None
-                elif (fetch := self._next_fetch()) is None and not self._writes:
+                elif (fetch := self._next_fetch()) is None and self._closed and not self._writes:
                     break
                 else:
-                    batch = self._writes[0] if fetch is None else None
+                    batch = self._writes[0] if fetch is None and self._writes else None
             if fetch is not None:
                 self._read_piece(fetch)
             elif batch is not None:
@@ -235,12 +249,23 @@ class BlockMover:
             self._tell_news()
             if batch is not None:
                 self._note_written(batch)
+            self._list_kept()
         if self._store is not None:
             self._tell_news()
+            self._list_kept()
             self._store.close()
 
     def _has_work(self) -> bool:
-        return self._closed or bool(self._writes) or self._next_fetch() is not None
+        return self._closed or bool(self._writes or self._listings) or self._next_fetch() is not None
+
+    def _list_kept(self) -> None:
+        while self._listings:
+            future, found = self._listings.popleft(), list[StoredPin]()
+            try:
+                found = [] if self._store is None else self._store.kept_prefixes(KV)
+            except OSError as error:
+                self._complain("looking into", error)
+            future.set_result(found)
 
     def _next_fetch(self) -> _Fetch | None:
         if self._closed or self._ahead_bytes >= AHEAD_BYTES:

@@ -22,7 +22,7 @@ from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.engine.restore import Restore
 from holdfast.worker.engine.restores import Restores
 from holdfast.worker.engine.sendings import Sendings
-from holdfast.worker.engine.tier_mover import KV, STATE, Mover, Place, TierShape
+from holdfast.worker.engine.tier_mover import KV, PREFIX_ENDS, STATE, Mover, Place, TierShape
 from holdfast.worker.request import PinnedPrefix, Priority
 from holdfast.worker.scheduler.kept_prefixes import Pinning
 from holdfast.worker.step_update import EngineStats
@@ -261,11 +261,14 @@ class BlockTier:
         names = [KV + block_hash for block_hash in hashes]
         self._to_keep.append(([*names, STATE + state] if state else names, tenant, ttl_s))
 
-    def _note_unpinned(self, hashes: Collection[bytes], tenant: str) -> None:
-        """These blocks, and the snapshots behind them, are not to be pinned. None: none of the tenant's."""
+    def _note_unpinned(self, hashes: Collection[bytes], tenant: str, is_below: bool) -> None:
+        """These blocks, and the snapshots behind them, are not to be pinned. None: none of the tenant's. `is_below`: a
+        prefix that ends with this block is kept in the store alone.
+        """
         self.takeover.forget(hashes, tenant)
         if self.has_store:
-            self._to_keep.append(([kind + block_hash for block_hash in hashes for kind in (KV, STATE)], tenant, 0.0))
+            names = [kind + block_hash for block_hash in hashes for kind in (KV, STATE)]
+            self._to_keep.append((names, tenant, PREFIX_ENDS if is_below else 0.0))
 
     def _next_places(self, room: int, *, is_idle: bool) -> list[Place]:
         """The next blocks to copy, at most this number of bytes; at least one block while the engine is idle."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 from holdfast.worker.cache.sealing import Sealer
-from holdfast.worker.request import BlockSource
+from holdfast.worker.request import BlockSource, StoredPin
 from holdfast.worker.step_plan import StateCopy
 
 KV: Final = b"k"
@@ -15,6 +15,9 @@ STATE: Final = b"s"
 """A block's name begins with its kind (keys and values, or a state). The rest is its hash."""
 
 NAME_BYTES: Final = 17
+
+PREFIX_ENDS: Final = -1.0
+"""In place of seconds: the prefixes that end with the given blocks are kept no longer."""
 
 PIECE_BYTES: Final = 8 << 20
 
@@ -47,7 +50,13 @@ class Store(Protocol):
 
     def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
         """Keeps these blocks for this number of seconds, within the tenant's share. 0: no longer; without names, none
-        of the tenant's.
+        of the tenant's. `PREFIX_ENDS`: the prefixes that end with these blocks are kept no longer.
+        """
+        ...
+
+    def kept_prefixes(self, kind: bytes) -> list[StoredPin]:
+        """Prefixes of blocks of this kind that are kept, as far as they are stored; none where they do not outlive the
+        process.
         """
         ...
 
@@ -104,9 +113,7 @@ class Mover(Protocol):
         ...
 
     def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
-        """Keeps the blocks with these names in the store for this number of seconds, within the tenant's share. 0: they
-        are kept no longer; without names, none of the tenant's are.
-        """
+        """Keeps the blocks with these names in the store for this number of seconds, or ends that, as `Store.keep`."""
         ...
 
     def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:

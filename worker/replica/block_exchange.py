@@ -105,7 +105,9 @@ class BlockExchange:
         self._asked_s = max(self._asked_s, self._loop.time())
 
     async def pins(self, request: engine_pb2.GetPinsRequest) -> engine_pb2.GetPinsResponse:
-        """Prefixes that are pinned here, for a replica that can take their blocks, or for a router."""
+        """Prefixes that are pinned here, for a replica that can take their blocks; for a router also those that lie on
+        the disk alone.
+        """
         if request.kind and (self._replica.movers is None or request.kind != self._kind):
             return engine_pb2.GetPinsResponse()
         held = await asyncio.wrap_future(self._replica.engine.between_steps(self._replica.engine.tier.pinned_prefixes))
@@ -117,6 +119,15 @@ class BlockExchange:
                 answer.prefixes.add(tenant=prefix.tenant, ttl_ms=ttl_ms, hashes=hashes)
         if request.kind:
             self._note_asked()
+        elif self._replica.movers is not None:
+            in_memory = {one for prefix in held for one in prefix.hashes}
+            kept = await asyncio.wrap_future(self._replica.movers.own.mover.kept_prefixes())
+            for one in sorted(kept, key=lambda one: -one.ttl_s)[: max(0, num_left)]:
+                if one.last_hash not in in_memory:
+                    ttl_ms = math.ceil(1e3 * one.ttl_s)
+                    answer.prefixes.add(
+                        tenant=one.tenant, ttl_ms=ttl_ms, hashes=one.last_hash, num_blocks_on_disk=one.num_blocks
+                    )
         return answer
 
     async def end_pins(self, request: engine_pb2.EndPinsRequest) -> engine_pb2.EndPinsResponse:

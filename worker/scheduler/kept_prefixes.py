@@ -140,9 +140,9 @@ def states_left_by(scheduled: ScheduledSequence) -> int:
 OnPinned = Callable[[list[bytes], bytes | None, str, float], None]
 """Called with the hashes of a pinned prefix's blocks, that of the block before its snapshot, tenant and seconds."""
 
-OnUnpinned = Callable[[list[bytes], str], None]
+OnUnpinned = Callable[[list[bytes], str, bool], None]
 """Called with the hashes of blocks that are not to be pinned, the last of a prefix first, and their tenant; no hashes:
-all of the tenant's.
+all of the tenant's. True: the one hash ends a prefix that is not pinned in memory.
 """
 
 
@@ -228,7 +228,7 @@ class Pinning:
         block_id = cache.block_of(last_hash)
         pin = None if block_id is None else pins.by_block.get(block_id)
         if pin is None or pin.tenant != tenant:
-            self._report_unpinned([last_hash], tenant)
+            self._report_unpinned([last_hash], tenant, is_below=True)
             return 0
         continuations: dict[bytes, list[int]] = {}
         for pinned in pins.by_block.keys() & cache.contents.keys():
@@ -257,9 +257,9 @@ class Pinning:
         if self._slots is not None:
             self._slots.unpin(hashes, pin.tenant)
 
-    def _report_unpinned(self, hashes: list[bytes], tenant: str) -> None:
+    def _report_unpinned(self, hashes: list[bytes], tenant: str, *, is_below: bool = False) -> None:
         if self.on_unpinned is not None:
-            self.on_unpinned(hashes, tenant)
+            self.on_unpinned(hashes, tenant, is_below)
 
     def _pin(
         self,

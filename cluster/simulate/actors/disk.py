@@ -64,7 +64,7 @@ class SimulatedDisk:
         return evicted
 
     def keep(self, kind: str, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
-        """Does as `BlockStore.keep`, without shares."""
+        """Does as `BlockStore.keep`, without shares; below 0 as with 0."""
         if ttl_s > 0:
             self._kept |= {(kind, name): (tenant, self._now() + ttl_s) for name in names}
         else:

@@ -109,20 +109,22 @@ class ListPinsResponse(_message.Message):
     def __init__(self, pins: _Optional[_Iterable[_Union[Pin, _Mapping]]] = ..., unheard: _Optional[_Iterable[_Union[UnheardReplica, _Mapping]]] = ...) -> None: ...
 
 class Pin(_message.Message):
-    __slots__ = ("replica_id", "model", "tenant", "prefix", "num_tokens", "seconds_left")
+    __slots__ = ("replica_id", "model", "tenant", "prefix", "num_tokens", "seconds_left", "is_on_disk")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PREFIX_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    IS_ON_DISK_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     model: str
     tenant: str
     prefix: str
     num_tokens: int
     seconds_left: float
-    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., prefix: _Optional[str] = ..., num_tokens: _Optional[int] = ..., seconds_left: _Optional[float] = ...) -> None: ...
+    is_on_disk: bool
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., prefix: _Optional[str] = ..., num_tokens: _Optional[int] = ..., seconds_left: _Optional[float] = ..., is_on_disk: bool = ...) -> None: ...
 
 class UnheardReplica(_message.Message):
     __slots__ = ("replica_id", "reason")

@@ -129,14 +129,16 @@ class GetPinsResponse(_message.Message):
     def __init__(self, prefixes: _Optional[_Iterable[_Union[PinnedPrefix, _Mapping]]] = ...) -> None: ...
 
 class PinnedPrefix(_message.Message):
-    __slots__ = ("tenant", "ttl_ms", "hashes")
+    __slots__ = ("tenant", "ttl_ms", "hashes", "num_blocks_on_disk")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_ON_DISK_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     ttl_ms: int
     hashes: bytes
-    def __init__(self, tenant: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+    num_blocks_on_disk: int
+    def __init__(self, tenant: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., hashes: _Optional[bytes] = ..., num_blocks_on_disk: _Optional[int] = ...) -> None: ...
 
 class EndPinsRequest(_message.Message):
     __slots__ = ("tenant", "prefix")

@@ -1,12 +1,14 @@
 """Pins of all replicas as operators list and end them: over gRPC, over HTTP and by the commands."""
 
 import asyncio
+from concurrent.futures import Future
 
 import httpx
 
 from holdfast.cluster.commands import cli
 from holdfast.v1 import admin_pb2 as pb
 from holdfast.v1 import admin_pb2_grpc
+from holdfast.worker.request import StoredPin
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
 from tests.router.api.test_keys_by_api import locked
@@ -88,7 +90,43 @@ async def test_the_commands(capsys):
         await keep(place)
         code, shown = await run("pins")
         row = shown.splitlines()[1].split()
-        assert (code, row[:3], row[4]) == (0, ["-", "pseudo", "r0"], str(4 * BLOCK_SIZE))
-        assert await run("unpin", "somebody") == (0, "0 blocks are no longer pinned\n")
-        assert await run("unpin", "", "--prefix", row[3]) == (0, "4 blocks are no longer pinned\n")
+        assert (code, row[:3], row[4:6]) == (0, ["-", "pseudo", "r0"], ["memory", str(4 * BLOCK_SIZE)])
+        assert await run("unpin", "somebody") == (0, "0 blocks in memory are no longer pinned\n")
+        assert await run("unpin", "", "--prefix", row[3]) == (0, "4 blocks in memory are no longer pinned\n")
         assert (await run("pins"))[1] == "no prefix is pinned\n"
+
+
+class StoredPins:
+    """Movers of a replica whose store keeps some prefixes."""
+
+    asker = None
+    form = "form"
+
+    def __init__(self, *pins: StoredPin) -> None:
+        self.own = self.mover = self
+        self._pins = pins
+
+    def kept_prefixes(self) -> Future[list[StoredPin]]:
+        future = Future()
+        future.set_result(list(self._pins))
+        return future
+
+
+@on_a_loop
+async def test_pins_that_lie_on_a_disk_alone_are_listed_once(capsys):
+    replicas = [await RealReplica.start(name) for name in ("r0", "r1")]
+    async with site(*replicas) as place:
+        await keep(place)
+        (in_memory,) = (await operator_of(place).ListPins(pb.ListPinsRequest())).pins
+        pins = (StoredPin("", 250.0, bytes.fromhex(in_memory.prefix), 4), StoredPin("a", 200.5, bytes(16), 3))
+        for replica in replicas:
+            replica.server._exchange._replica.movers = StoredPins(*pins)
+        listed = sorted((await operator_of(place).ListPins(pb.ListPinsRequest())).pins, key=lambda one: one.tenant)
+        assert [(one.tenant, one.num_tokens, one.is_on_disk) for one in listed] == [
+            ("", 4 * BLOCK_SIZE, False),
+            ("a", 3 * BLOCK_SIZE, True),
+        ]
+        assert (listed[1].replica_id, listed[1].prefix, listed[1].seconds_left) == ("r0", "00" * 16, 200.5)
+        code = await asyncio.to_thread(cli.run, ["pins", "--server", place.router.address])
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+        assert (code, [row[4] for row in rows]) == (0, ["memory", "disk"])

@@ -1,5 +1,6 @@
 """Blocks of a store that are kept for a time: they outlive others, within the share of their tenant."""
 
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,81 @@ def test_planted_a_pin_that_leaks_keeps_its_blocks_for_ever(tmp_path, monkeypatc
     clock.now += 301
     flood(store)
     assert found(store, range(4), SIZE) == set(range(4)), "what the first test would not let pass"
+
+
+def listed(store: BlockStore) -> list[tuple[str, bytes, int, float]]:
+    return sorted((one.tenant, one.last_hash, one.num_blocks, one.ttl_s) for one in store.kept_prefixes(b"k"))
+
+
+def pin(tenant: str, number: int, num_blocks: int, ttl_s: float = 300.0) -> tuple[str, bytes, int, float]:
+    return tenant, name_of(number)[1:], num_blocks, ttl_s
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+def test_kept_prefixes_are_listed_as_far_as_they_are_stored_also_after_a_restart(tmp_path, key):
+    clock = Clock()
+    store = keeping(tmp_path, clock, key=key)
+    put(store, range(40), SIZE)
+    state = b"s" + name_of(3)[1:]
+    store.put([(state, memoryview(b"state" * 100))])
+    store.keep([*names_of(range(4)), state], "gold", 300)
+    store.keep(names_of(range(10, 13)), "", 300)
+    store.keep(names_of([20, 21, 900, 901]), "\udc80 odd", 300)  # the last two are not stored
+    store.keep(names_of([950]), "free", 300)
+    store.close()
+    clock.now += 100
+    again = keeping(tmp_path, clock, key=key)
+    expected = [pin("gold", 3, 4, 200.0), pin("", 12, 3, 200.0), pin("\udc80 odd", 21, 2, 200.0)]
+    assert listed(again) == sorted(expected)
+    hidden = (tmp_path / "index.sqlite").read_bytes() + (tmp_path / "index.sqlite-wal").read_bytes()
+    assert (b"gold" in hidden) == (key is None), "names of tenants are encrypted as well"
+    other = BlockStore(tmp_path, MAX_BYTES, b"another kind", Sealer() if key is None else KeySealer(key), clock=clock)
+    assert listed(other) == []
+    other.close()
+    clock.now += 201
+    assert listed(again) == []
+    again.close()
+
+
+def test_a_prefix_of_a_longer_one_is_listed_if_it_is_kept_longer(tmp_path):
+    store = keeping(tmp_path, Clock())
+    put(store, range(10), SIZE)
+    store.keep(names_of(range(4)), "gold", 500)
+    store.keep(names_of(range(6)), "gold", 300)
+    assert listed(store) == sorted([pin("gold", 5, 6), pin("gold", 3, 4, 500.0)])
+    store.keep(names_of(range(6)), "gold", 500)
+    assert listed(store) == [pin("gold", 5, 6, 500.0)]
+
+
+def test_a_prefix_is_unpinned_by_its_last_name_and_its_beginning_stays_as_long_as_a_longer_one(tmp_path):
+    store = keeping(tmp_path, Clock())
+    state = b"s" + name_of(5)[1:]
+    put(store, range(10), SIZE)
+    store.keep(names_of(range(4)), "gold", 500)
+    store.keep([*names_of(range(6)), state], "gold", 300)
+    store.keep(names_of(range(7, 10)), "free", 300)
+    store.keep(names_of([3, 5]), "free", -1)  # of another tenant
+    store.keep(names_of([8]), "gold", -1)
+    assert listed(store) == sorted([pin("gold", 5, 6), pin("gold", 3, 4, 500.0), pin("free", 9, 3)])
+    store.keep(names_of([3]), "gold", -1)
+    assert listed(store) == sorted([pin("gold", 5, 6), pin("free", 9, 3)])
+    store.keep(names_of([5]), "gold", -1)
+    assert listed(store) == [pin("free", 9, 3)]
+    store.keep([name_of(9), b"s" + name_of(9)[1:]], "free", -1)
+    assert listed(store) == []
+    with sqlite3.connect(tmp_path / "index.sqlite") as index:
+        left = [index.execute(f"SELECT count(*) FROM {table}").fetchone() for table in ("kept", "tenants")]
+    assert left == [(0,), (0,)], "snapshots and names of tenants go with them"
+
+
+def test_planted_a_list_that_forgets_tenants_apart(tmp_path, monkeypatch):
+    """What the list would show if an unpinned prefix of one tenant ended another's."""
+    monkeypatch.setattr(BlockStore, "_keep", lambda self, names, tenant, ttl_s: keep(self, names, "gold", ttl_s))
+    store = keeping(tmp_path, Clock())
+    put(store, range(4), SIZE)
+    store.keep(names_of(range(4)), "gold", 300)
+    store.keep(names_of([3]), "free", -1)
+    assert listed(store) == [], "what the test above would not let pass"
+
+
+keep = BlockStore._keep
