@@ -1,6 +1,6 @@
 """Check of weights while they are packed or copied: a NaN in a row that no other check covers would fail requests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -20,6 +20,19 @@ def check_finite(weight: Tensor) -> None:
         low, high = torch.aminmax(weight.detach())  # a NaN is both
     if not bool(torch.isfinite(low) & torch.isfinite(high)):
         refuse(tuple(weight.shape), weight.dtype)
+
+
+def not_finite(weights: Mapping[str, Tensor]) -> str | None:
+    """Name of the first of some weights of a floating type on the CPU that has a NaN or an infinity; None: none has.
+    Quicker than `check_finite` of each, where they are many and small.
+    """
+    filled = {name: weight for name, weight in weights.items() if weight.numel()}
+    if not filled:
+        return None
+    with _one_thread():
+        ends = [end for weight in filled.values() for end in torch.aminmax(weight.detach())]
+    found = torch.stack(ends).isfinite().view(-1, 2).all(dim=1)
+    return next((name for name, is_finite in zip(filled, found.tolist(), strict=True) if not is_finite), None)
 
 
 def refuse(shape: tuple[int, ...], dtype: torch.dtype) -> NoReturn:

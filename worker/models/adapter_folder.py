@@ -6,6 +6,7 @@ Both files are read once, and their digest is computed from the same bytes that 
 import json
 import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +19,7 @@ from torch import Tensor
 from holdfast.worker.adapter import CONFIG, WEIGHTS, check_adapter_name, described, digest_of, files_in
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.adapters import LowRank
-from holdfast.worker.executors.finite import NotFiniteError, check_finite
+from holdfast.worker.executors.finite import not_finite
 
 MAX_RANK: Final = 256  # rank of a LoRA matrix
 MAX_PATTERN: Final = 2000  # characters
@@ -88,12 +89,15 @@ def read_adapter(name: str, path: str) -> AdapterFolder:
     config = _object(given, config_bytes)
     _check_fields(given, config)
     targets = config.get("target_modules")
+    with ThreadPoolExecutor(1, thread_name_prefix="digest") as beside:
+        digest = beside.submit(digest_of, [config_bytes], [weights])
+        modules = _modules(given, config, weights)
     found = AdapterFolder(
         given=given,
         base=str(config.get("base_model_name_or_path") or "")[:_MAX_SHOWN],
-        digest=digest_of([config_bytes], [weights]),
+        digest=digest.result(),
         targets=targets if isinstance(targets, str) else tuple(targets or ()),
-        modules=_modules(given, config, weights),
+        modules=modules,
     )
     if strangers := sorted(name for name in found.modules if not _matches(given, found.targets, name)):
         raise found.refused(f"it has tensors of {strangers[0]}, which its target_modules do not name")
@@ -164,16 +168,14 @@ def _modules(given: str, config: Mapping[str, Any], weights: bytes) -> dict[str,
             raise ConfigurationError(
                 f"{given}: {name} is {tensor.dtype} {shape}, and must be a matrix of a floating type"
             )
-        try:
-            check_finite(tensor)
-        except NotFiniteError as error:
-            raise ConfigurationError(f"{given}: {name} has a NaN or an infinity") from error
         parts = pairs.setdefault(match["module"], {})
         if match["part"] in parts:
             raise ConfigurationError(f"{given}: {match['module']} has lora_{match['part']} twice")
         parts[match["part"]] = tensor
     if not pairs:
         raise ConfigurationError(f"{given}: {WEIGHTS} has no tensors")
+    if (name := not_finite(tensors)) is not None:
+        raise ConfigurationError(f"{given}: {name} has a NaN or an infinity")
     return {module: _low_rank(given, config, module, parts) for module, parts in sorted(pairs.items())}
 
 

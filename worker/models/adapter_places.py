@@ -45,6 +45,14 @@ class Place:
     """[outputs] which output of its module it is."""
     columns: IntArray
     """[inputs] which input of its modules each is."""
+    probe: Tensor
+    """Fixed inputs, float32 [inputs]: each of this rank has the number that it has on a single rank. They are what any
+    dtype holds.
+    """
+    outputs_of: "tuple[_Index, ...]"
+    """The outputs of each module."""
+    rows_of: "tuple[_Index, ...]"
+    """Which outputs of the module those are."""
 
     def adapted(self, modules: Mapping[str, LowRank]) -> AdaptedLinear | None:
         """Matrices that an adapter adds here; None: it has none of these modules."""
@@ -61,27 +69,24 @@ class Place:
         a = one.a[:, first : first + length] if is_run else one.a[:, torch.from_numpy(self.columns)]
         return LowRank(a=a, b=one.b, scale=one.scale)
 
-    def probe(self) -> Tensor:
-        """Fixed inputs, float32 [inputs]: each of this rank has the number that it has on a single rank. They are what
-        any dtype holds.
-        """
-        return torch.from_numpy((self.columns * 37 + 11) % 127 - 63).float() / 64
-
     def expected(self, modules: Mapping[str, LowRank], dtype: torch.dtype, x: Tensor) -> Iterator["_Expected"]:
         """Numbers that are added to the outputs for inputs x, by the matrices alone, of each module that has some."""
         for number, name in enumerate(self.modules):
             if (one := self._own(modules.get(name))) is not None:
                 a, b = (part.to(dtype).float() for part in (one.a, one.b))
-                outputs = np.flatnonzero(self.module_of == number)
-                sums = (b @ ((a @ x) * one.scale))[torch.from_numpy(self.rows[outputs])]
-                yield _Expected(name, torch.from_numpy(outputs), sums, LowRank(a=a, b=b, scale=one.scale), x)
+                sums = (b @ ((a @ x) * one.scale))[self.rows_of[number]]
+                yield _Expected(name, self.outputs_of[number], sums, LowRank(a=a, b=b, scale=one.scale), x)
+
+
+_Index = slice | Tensor
+"""Of numbers that follow each other: a slice, which copies nothing."""
 
 
 class _Expected(NamedTuple):
     """Numbers of one module."""
 
     name: str
-    outputs: Tensor
+    outputs: _Index
     sums: Tensor
     matrices: LowRank
     """In float32."""
@@ -97,7 +102,11 @@ class _Expected(NamedTuple):
 
     @property
     def largest(self) -> float:
-        return float(self.sums.abs().max())
+        return _largest(self.sums)
+
+
+def _largest(numbers: Tensor) -> float:
+    return float(numbers.abs().max())
 
 
 class AdapterPlaces:
@@ -160,18 +169,17 @@ class AdapterPlaces:
         for key, place in self._places.items():
             if place is None or not any(name in folder.modules for name in place.modules):
                 continue
-            inputs = place.probe()
-            found = added(key, inputs)
-            for one in place.expected(folder.modules, dtype, inputs):
+            found = added(key, place.probe)
+            for one in place.expected(folder.modules, dtype, place.probe):
                 times[one.name] += 1
-                error = float((found[one.outputs] - one.sums).abs().max())
-                is_right = error <= _PROOF_LIMIT * one.largest or error <= _PROOF_LIMIT * one.usual
+                error, largest = _largest(found[one.outputs] - one.sums), one.largest
+                is_right = error <= _PROOF_LIMIT * largest or error <= _PROOF_LIMIT * one.usual
                 if not is_right:  # NaN is refused, too
                     raise folder.refused(
                         f"{one.name}: its addition to fixed inputs is not the product of its matrices in {dtype} (it "
                         f"differs by {error:.3g}, of numbers up to {one.usual:.3g})"
                     )
-                has_effect = has_effect or bool(one.sums.any())
+                has_effect = has_effect or largest > 0
         if wrong := [name for name in folder.modules if times[name] != 1]:
             raise folder.refused(f"{wrong[0]} is applied {times[wrong[0]]} times, and must be applied once")
         if not has_effect and folder.has_effect:
@@ -235,10 +243,20 @@ def _place(rows: Sequence[Tensor], columns: Sequence[Tensor], numbers: _Numbers)
         return None
     tensors, own = np.divmod(torch.cat([part[:, 0] for part in rows]).numpy(), _IN_TABLES)
     used, module_of = np.unique(tensors, return_inverse=True)
+    outputs_of = [np.flatnonzero(module_of == number) for number in range(len(used))]
     return Place(
         modules=tuple(numbers.names[number] for number in used.tolist()),
         shapes=tuple(numbers.shapes[number] for number in used.tolist()),
         module_of=module_of,
         rows=own,
         columns=inputs.numpy(),
+        probe=((inputs * 37 + 11) % 127 - 63).float() / 64,
+        outputs_of=tuple(_index(outputs) for outputs in outputs_of),
+        rows_of=tuple(_index(own[outputs]) for outputs in outputs_of),
     )
+
+
+def _index(numbers: IntArray) -> _Index:
+    first, length = int(numbers[0]), len(numbers)
+    is_run = np.array_equal(numbers, np.arange(first, first + length))
+    return slice(first, first + length) if is_run else torch.from_numpy(numbers)

@@ -14,10 +14,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from holdfast.worker.executors.cpu.linear_structures import NativeAdapted, NativeAdapter, NativeSpan
-from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, Site
+from holdfast.worker.executors.cpu.adapted_outputs import LANES, AdaptedOutputs, SingleOutputs, Site, WholeBlocks
+from holdfast.worker.executors.cpu.linear_structures import NativeAdapted, NativeAdapter
+from holdfast.worker.executors.cpu.packed_rows import IntArray
 from holdfast.worker.executors.cpu.part_packing import GROUP
 from holdfast.worker.executors.cpu.tile_memory import mapped_memory
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
@@ -61,7 +63,6 @@ def adaptable(layout: DecoderLayout) -> dict[str, Linear]:
     return found
 
 
-_LANES: Final = 16
 _NUMBERS_OF_LINE: Final = 32  # places are multiples of it: a cache line or two
 
 
@@ -72,7 +73,7 @@ class PackedAdapter:
         self, library: CDLL, sites: Mapping[str, Site], adapted: Mapping[str, AdaptedLinear], dtype: torch.dtype
     ) -> None:
         """Numbers are rounded to `dtype`, the model's. It touches nothing that a step uses."""
-        self._library, self._sites, self._dtype = library, sites, dtype
+        self._library, self._dtype = library, dtype
         plans = {place: _Plan(sites[place], added) for place, added in adapted.items()}
         length = sum(plan.length for plan in plans.values())
         self._memory = mapped_memory(length * dtype.itemsize)
@@ -80,10 +81,12 @@ class PackedAdapter:
         numbers = torch.frombuffer(self._memory, dtype=dtype, count=length)
         self._kept: list[Any] = [numbers]
         self._linears = (NativeAdapted * len(sites))()
+        self._packed: dict[str, tuple[NativeAdapted, _Plan]] = {}
         for number, place in enumerate(sites):
             if (plan := plans.get(place)) is not None:
                 plan.write(numbers[: plan.length])
                 self._linears[number] = self._described(plan, numbers)
+                self._packed[place] = self._linears[number], plan
                 numbers = numbers[plan.length :]
         self.native = NativeAdapter(linears=ctypes.addressof(self._linears))
 
@@ -102,94 +105,76 @@ class PackedAdapter:
         """Numbers that a step adds to one row of a linear's outputs: float32 [outputs of this rank], of float32 inputs
         [inputs of this rank], which are rounded as a step's are. On the calling thread, beside any step.
         """
-        site, number = self._sites[place], list(self._sites).index(place)
-        kind = torch.bfloat16 if self._dtype == torch.bfloat16 else torch.float32
+        linear, plan = self._packed[place]
+        site, kind = plan.site, torch.bfloat16 if self._dtype == torch.bfloat16 else torch.float32
         filled = F.pad(row.view(site.slices, -1), (0, site.filled_length - site.slice_length)).to(kind)
         packed, groups = torch.empty(len(site.rows)), len(site.rows) // GROUP
         dims = site.slices, site.filled_length, groups
-        self._library.native_added(
-            byref(self._linears[number]), DTYPES[self._dtype], filled.data_ptr(), *dims, packed.data_ptr()
-        )
-        is_there = torch.from_numpy(site.rows != NO_ROW)
-        out = torch.empty(int(site.rows.max()) + 1)
-        out[torch.from_numpy(site.rows)[is_there]] = packed[is_there]
-        return out
+        self._library.native_added(byref(linear), DTYPES[self._dtype], filled.data_ptr(), *dims, packed.data_ptr())
+        return packed[plan.outputs.place_of]
 
 
 class _Plan:
     """Places of the numbers of one linear's adapter, in separate memory."""
 
     def __init__(self, site: Site, added: AdaptedLinear) -> None:
-        self._site, self._added = site, added
-        ranks = [0 if part is None else len(part.a) for part in added.parts]
-        ends = np.cumsum(ranks)
-        self._firsts = ends - ranks
-        filled = -(-int(ends[-1]) // _LANES) * _LANES
-        self.scales = np.zeros(filled, dtype=np.float32)
-        self.scales[: ends[-1]] = np.repeat([0.0 if part is None else part.scale for part in added.parts], ranks)
-        self.spans = self._spans(ends)
-        self.length_of_a = filled * site.slices * site.filled_length
+        self.site, self._added = site, added
+        self.outputs: AdaptedOutputs = site.outputs(added.part_of, added.rows)
+        ranks = np.array([0 if part is None else len(part.a) for part in added.parts])
+        total = int(ranks.sum())
+        self._firsts = np.cumsum(ranks) - ranks
+        self.scales = np.zeros(-(-total // LANES) * LANES, dtype=np.float32)
+        self.scales[:total] = np.repeat([0.0 if part is None else part.scale for part in added.parts], ranks)
+        self.spans = self.outputs.spans(ranks)
+        self.length_of_a = len(self.scales) * site.slices * site.filled_length
         last = self.spans[-1]
-        of_b = int(last["place"]) + int(last["end"] - last["first"]) * _LANES
+        of_b = int(last["place"]) + int(last["end"] - last["first"]) * LANES
         self.length = -(-(self.length_of_a + of_b) // _NUMBERS_OF_LINE) * _NUMBERS_OF_LINE
-
-    def _spans(self, ends: np.ndarray) -> np.ndarray:
-        """Ranks of the modules of each sixteen packed outputs."""
-        is_there = self._site.rows != NO_ROW
-        index = np.where(is_there, self._site.rows, 0)
-        self._rows = self._added.rows[index].reshape(-1, _LANES)
-        self._own = np.where(is_there, self._added.part_of[index], -1).reshape(-1, _LANES)
-        has_some = np.append(ends > self._firsts, False)  # -1: an output that is not there
-        firsts = np.where(has_some, np.append(self._firsts, 0), ends[-1])[self._own].min(axis=1)
-        last = np.where(has_some, np.append(ends, 0), 0)[self._own].max(axis=1)
-        lengths = np.maximum(last - firsts, 0) * _LANES
-        spans = np.zeros(len(firsts), dtype=np.dtype(NativeSpan))
-        spans["first"], spans["end"] = np.minimum(firsts, last), last
-        spans["place"] = np.cumsum(lengths) - lengths
-        return spans
 
     def write(self, numbers: Tensor) -> None:
         """Writes to memory [length] of zeros."""
+        units, dtype = _units(numbers), numbers.dtype
         present = [(number, part) for number, part in enumerate(self._added.parts) if part is not None]
-        self._write_a(numbers[: self.length_of_a], [part for _, part in present])
+        self._write_a(units[: self.length_of_a], [_units(part.a.to(dtype)) for _, part in present])
+        lines = units[self.length_of_a :].reshape(-1, LANES)
         for number, part in present:
-            self._write_b(numbers[self.length_of_a :], number, part)
+            b = _units(part.b.to(dtype))
+            self._write_whole(lines, b, self.outputs.whole[number])
+            self._write_single(lines, b, self.outputs.single[number], int(self._firsts[number]))
 
-    def _write_a(self, numbers: Tensor, parts: list[LowRank]) -> None:
+    def _write_a(self, units: np.ndarray, parts: list[np.ndarray]) -> None:
         """[ranks / 16][inputs, slices filled up][16]"""
-        site, filled = self._site, len(self.scales)
-        whole = torch.zeros(filled, parts[0].a.shape[1], dtype=numbers.dtype)
-        torch.cat([part.a.to(numbers.dtype) for part in parts], out=whole[: sum(len(part.a) for part in parts)])
-        to = numbers.view(filled // _LANES, site.slices, site.filled_length, _LANES)
-        to[:, :, : site.slice_length] = whole.view(-1, _LANES, site.slices, site.slice_length).permute(0, 2, 3, 1)
+        site, tiles = self.site, len(self.scales) // LANES
+        whole = np.zeros((tiles * LANES, parts[0].shape[1]), dtype=units.dtype)
+        np.concatenate(parts, out=whole[: sum(map(len, parts))])
+        to = units.reshape(tiles, site.slices, site.filled_length, LANES)[:, :, : site.slice_length]
+        np.copyto(to, whole.reshape(tiles, LANES, site.slices, site.slice_length).transpose(0, 2, 3, 1))
 
-    def _write_b(self, numbers: Tensor, number: int, part: LowRank) -> None:
-        """[ranks][16] of each span."""
-        b, rank = part.b.to(numbers.dtype), part.b.shape[1]
-        is_own = self._own == number
-        is_whole = is_own.all(axis=1)
-        if is_whole.any():
-            blocks = _rows_of(b, self._rows[is_whole]).transpose(1, 2)
-            firsts, lines = self.spans["place"][is_whole] // _LANES, numbers.view(-1, _LANES)
-            if _is_run(firsts, rank):
-                lines[firsts[0] : firsts[0] + blocks.shape[0] * rank].view(-1, rank, _LANES).copy_(blocks)
-            else:
-                lines[torch.from_numpy(firsts[:, None] + np.arange(rank))] = blocks
-        block, lane = np.nonzero(is_own & ~is_whole[:, None])
-        if block.size:
-            first = self.spans["place"][block] + (self._firsts[number] - self.spans["first"][block]) * _LANES + lane
-            places = first[:, None] + np.arange(rank) * _LANES
-            numbers[torch.from_numpy(places)] = b[torch.from_numpy(self._rows[block, lane])]
+    def _write_whole(self, lines: np.ndarray, b: np.ndarray, whole: WholeBlocks) -> None:
+        """[ranks][16] of each block."""
+        if not len(whole.blocks):
+            return
+        rank = b.shape[1]
+        blocks = b[whole.rows].reshape(-1, LANES, rank).transpose(0, 2, 1)
+        firsts = self.spans["place"][whole.blocks] // LANES
+        steps = np.diff(firsts)
+        if len(steps) and (steps == steps[0]).all():  # one copy
+            strides = (int(steps[0]) * lines.strides[0], *lines.strides)
+            np.copyto(as_strided(lines[firsts[0] :], (len(firsts), rank, LANES), strides), blocks)
+        else:
+            lines[firsts[:, None] + np.arange(rank)] = blocks
 
-
-def _is_run(numbers: IntArray, step: int = 1) -> bool:
-    """Whether each is larger than the one before by `step`."""
-    return bool((np.diff(numbers) == step).all())
+    def _write_single(self, lines: np.ndarray, b: np.ndarray, single: SingleOutputs, first: int) -> None:
+        """Lanes of other blocks, whose ranks begin before `first`, the module's first."""
+        if len(single.blocks):
+            spans = self.spans[single.blocks]
+            firsts = spans["place"] // LANES + first - spans["first"]
+            lines[firsts[:, None] + np.arange(b.shape[1]), single.lanes[:, None]] = b[single.rows]
 
 
-def _rows_of(b: Tensor, rows: IntArray) -> Tensor:
-    """Rows of b [outputs, rank] by their numbers [blocks, 16]: [blocks, 16, rank]. Of a run no copy is made."""
-    flat = rows.reshape(-1)
-    if _is_run(flat):
-        return b[flat[0] : flat[0] + len(flat)].reshape(*rows.shape, -1)
-    return b[torch.from_numpy(rows)]
+def _units(numbers: Tensor) -> np.ndarray:
+    """The same memory as whole numbers of that size: NumPy has no bfloat16."""
+    return numbers.view(_UNITS[numbers.itemsize]).numpy()
+
+
+_UNITS: Final = {2: torch.int16, 4: torch.int32}

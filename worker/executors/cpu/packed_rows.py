@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,17 +18,6 @@ IntArray = NDArray[np.int64]
 
 NO_ROW: Final = -1
 """Stands for zeros."""
-
-
-class Site(NamedTuple):
-    """A packed linear that adapters may add to."""
-
-    rows: IntArray
-    """The output of the linear that each packed one is; -1: zeros."""
-    slices: int
-    slice_length: int
-    """Inputs of a slice, and their padded number."""
-    filled_length: int
 
 
 def padded_places(inner: int, slices: int, tile: int, before: int = 0) -> IntArray:

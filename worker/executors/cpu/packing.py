@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from holdfast.worker.executors.cpu.adapted_outputs import Site
 from holdfast.worker.executors.cpu.adapters import adaptable
 from holdfast.worker.executors.cpu.linear_structures import NativeLinear
 from holdfast.worker.executors.cpu.model_structures import (
@@ -25,7 +26,6 @@ from holdfast.worker.executors.cpu.model_structures import (
     NativeTokenInputs,
 )
 from holdfast.worker.executors.cpu.packed_rows import (
-    Site,
     gate_and_up,
     in_dtype,
     padded_places,

@@ -12,10 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.worker.executors.cpu.adapted_outputs import Site
 from holdfast.worker.executors.cpu.code_packing import PackedCodes, pack_codes
 from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.linear_structures import NativeLinear, NativeNorm, NativeUnits
-from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, Site, placed, put_rows, row_addresses, with_rows
+from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, placed, put_rows, row_addresses, with_rows
 from holdfast.worker.executors.cpu.tile_memory import (
     NOT_FINITE,
     Arena,
