@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from holdfast.v1 import engine_pb2_grpc
-from holdfast.worker.cache.sealing import CheckSealer
+from holdfast.worker.cache.sealing import Sealer
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.engine import block_sockets, tier_mover
 from holdfast.worker.engine.block_sockets import Block, BlockServer
@@ -191,13 +191,13 @@ def test_models_with_windows_are_told_the_same_by_what_another_replica_has(has_d
 
 
 def damage(monkeypatch) -> None:
-    seal = CheckSealer.seal
+    seal = Sealer.seal
 
-    def damaged(self: CheckSealer, name: bytes, data: memoryview):
+    def damaged(self: Sealer, name: bytes, data: memoryview):
         rows, digest = seal(self, name, data)
         return memoryview(bytes(len(rows))), digest
 
-    monkeypatch.setattr(CheckSealer, "seal", damaged)
+    monkeypatch.setattr(Sealer, "seal", damaged)
 
 
 def cut(monkeypatch) -> None:
@@ -223,7 +223,7 @@ def test_what_does_not_come_whole_is_computed(fault, num_damaged, folder, reques
 
 def test_a_planted_digest_that_nobody_checks_changes_the_answer(folder, requests, monkeypatch):
     damage(monkeypatch)
-    monkeypatch.setattr(CheckSealer, "unseal", lambda self, name, record: record[:-16])
+    monkeypatch.setattr(Sealer, "unseal", lambda self, name, record: record[:-16])
     with two_replicas(config(folder, None)) as (first, second), pytest.raises(AssertionError):
         told_the_same(first, second, requests[:1])
 

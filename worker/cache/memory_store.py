@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from holdfast.worker.cache.sealing import CheckSealer, Sealer, WrongDigestError
+from holdfast.worker.cache.sealing import Sealer, WrongDigestError
 from holdfast.worker.request import StoredPin
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class MemoryStore:
         self._max_bytes = max_bytes
         self._most_kept_bytes = int(kept_share * max_bytes)
         self._clock = clock
-        self.sealer: Sealer = CheckSealer()
+        self.sealer = Sealer()
         self._records: OrderedDict[bytes, bytearray] = OrderedDict()
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # those kept or renewed longest ago first
         self._changes: dict[bytes, bool] = {}

@@ -1,15 +1,17 @@
 """Sealing of blocks: the digest that every block is stored with, and encryption where a key is given.
 
-A seal covers the block's name too, so that a block is never taken for another. Without a key it is a SHA-256, which
+A seal covers the block's name too, so that a block is never taken for another. Without a key it is a hash, which
 detects damage, not forgery. With one, blocks are encrypted by AES-256-GCM, whose tag is the digest, and names, which
 are hashes of tokens that one could guess, by one block of AES each.
 """
 
 import os
 from collections.abc import Sequence
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from pathlib import Path
 from typing import Final
+
+from xxhash import xxh3_128
 
 from holdfast.worker.errors import ConfigurationError
 
@@ -28,9 +30,9 @@ class WrongDigestError(Exception):
 
 
 class Sealer:
-    """Digests alone."""
+    """Digests alone: 128-bit XXH3, which takes a third of the time of SHA-256."""
 
-    kind: bytes = b""
+    kind: bytes = b"XXH3"
     """Part of the blocks' kind, so that blocks with another seal are not found."""
 
     def hidden(self, names: Sequence[bytes]) -> list[bytes]:
@@ -53,29 +55,6 @@ class Sealer:
         if _digest(name, data) != record[-DIGEST_BYTES:]:
             raise WrongDigestError
         return data
-
-
-class CheckSealer(Sealer):
-    """Faster digests for blocks in transit, which are not stored: 128-bit XXH3."""
-
-    def __init__(self) -> None:
-        from xxhash import xxh3_128  # here: few processes send or receive blocks
-
-        self._hash = xxh3_128
-
-    def seal(self, name: bytes, data: memoryview) -> Sequence[memoryview | bytes]:
-        return data, self._digest(name, data)
-
-    def unseal(self, name: bytes, record: memoryview) -> memoryview:
-        data = record[:-DIGEST_BYTES]
-        if self._digest(name, data) != record[-DIGEST_BYTES:]:
-            raise WrongDigestError
-        return data
-
-    def _digest(self, name: bytes, data: memoryview) -> bytes:
-        digest = self._hash(name)
-        digest.update(data)
-        return digest.digest()
 
 
 class KeySealer(Sealer):
@@ -147,6 +126,6 @@ def _subkey(key: bytes, purpose: bytes) -> bytes:
 
 
 def _digest(name: bytes, data: memoryview) -> bytes:
-    digest = sha256(name)
+    digest = xxh3_128(name)
     digest.update(data)
-    return digest.digest()[:DIGEST_BYTES]
+    return digest.digest()

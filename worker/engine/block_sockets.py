@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.worker.cache.sealing import CheckSealer, KeySealer, Sealer, WrongDigestError
+from holdfast.worker.cache.sealing import KeySealer, Sealer, WrongDigestError
 from holdfast.worker.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class TransferKey(NamedTuple):
 
     @property
     def sealer(self) -> Sealer:
-        return KeySealer(self.key) if self.is_encrypted else CheckSealer()
+        return KeySealer(self.key) if self.is_encrypted else Sealer()
 
     def hello(self) -> bytes:
         """First message of a connection: the transfer's id, and an HMAC-SHA256 under its key."""

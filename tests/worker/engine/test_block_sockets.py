@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from holdfast.worker.cache.sealing import CheckSealer, KeySealer, WrongDigestError
+from holdfast.worker.cache import sealing
+from holdfast.worker.cache.sealing import KeySealer, Sealer, WrongDigestError
 from holdfast.worker.engine import block_mover, block_sockets
 from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
 from holdfast.worker.engine.tier_mover import KV
@@ -200,7 +201,7 @@ class Forger:
 def frame(
     blocks=BLOCKS, count: int | None = None, change: int | None = None, lengths: list[int] | None = None
 ) -> bytes:
-    records = [b"".join(map(bytes, CheckSealer().seal(name, row.data))) for name, row in blocks]
+    records = [b"".join(map(bytes, Sealer().seal(name, row.data))) for name, row in blocks]
     payload = bytearray(b"".join(records))
     if change is not None:
         payload[change] ^= 1
@@ -235,7 +236,7 @@ def test_nothing_is_taken_of_a_frame_with_one_wrong_block_but_what_came_before_i
 
 
 def test_a_planted_digest_that_is_not_checked_lets_a_changed_block_through(monkeypatch):
-    monkeypatch.setattr(CheckSealer, "_digest", lambda self, name, data: bytes(16))
+    monkeypatch.setattr(sealing, "_digest", lambda name, data: bytes(16))
     received = Received(Forger(frame(change=0)).port, TransferKey.fresh(is_encrypted=False), NAMES).wait()
     assert received.blocks
     assert received.blocks != expected()
