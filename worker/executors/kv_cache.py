@@ -208,12 +208,14 @@ class BlockBytes:
         """Takes the bytes of each layer [num_blocks, bytes of a block], as they lie in memory."""
         self._layers = [layer for layer in layers if layer.shape[1]]
         self.row_bytes = sum(layer.shape[1] for layer in self._layers)
+        self._ends = np.cumsum([layer.shape[1] for layer in self._layers]).tolist()
 
     def read(self, block_ids: Sequence[int]) -> Bytes:
         """A copy of these blocks, [N, row_bytes]."""
         rows = np.empty((len(block_ids), self.row_bytes), dtype=np.uint8)
         for layer, part in self._parts(rows):
-            np.copyto(part, layer[block_ids])
+            for row, block_id in enumerate(block_ids):  # all at once would be copied twice
+                part[row] = layer[block_id]
         return rows
 
     def write(self, block_ids: Sequence[int], rows: Bytes) -> None:
@@ -223,8 +225,8 @@ class BlockBytes:
 
     def _parts(self, rows: Bytes) -> list[tuple[Bytes, Bytes]]:
         """Each layer, and its columns of the rows."""
-        ends = np.cumsum([layer.shape[1] for layer in self._layers]).tolist()
-        return [(layer, rows[:, end - layer.shape[1] : end]) for layer, end in zip(self._layers, ends, strict=True)]
+        found = zip(self._layers, self._ends, strict=True)
+        return [(layer, rows[:, end - layer.shape[1] : end]) for layer, end in found]
 
 
 class BlockRows(Protocol):

@@ -126,7 +126,7 @@ ON_DEVICE = BlockMemory(blocks=DeviceBlocks(cache_of()), form="f", is_on_device=
             config_of(cache=CacheConfig(kv_offload_disk="/x,1GB"), scheduler=SchedulerConfig(async_scheduling=True)),
             replace(ON_DEVICE, is_on_device=False),
             1,
-            "kv_offload_disk: .* async_scheduling must be off",
+            "kv_offload_disk: .*async_scheduling must be off",
         ),
     ],
 )
