@@ -1,10 +1,11 @@
 """Vectors of short texts beside sentence-transformers on the same model: texts per second of CPU time and of wall time.
 
-    python -m benchmarks.embeddings MODEL_FOLDER [--texts 1000] [--peer FOLDER]
+    python -m benchmarks.embeddings MODEL_FOLDER [--texts 1000] [--peer FOLDER] [--openvino FOLDER]
 
 Rounds alternate within one run. `--peer` is a folder that `pip install --target` has put sentence-transformers in; it
 would write texts by the model's chat template if there is one. Without it the peer is its method by hand: texts sorted
-by length, batches of 32 with padding, transformers' model in torch, the last token, normalized.
+by length, batches of 32 with padding, transformers' model in torch, the last token, normalized. `--openvino`: with the
+package of that name in this folder, the same method with OpenVINO's CPU plugin is a peer too.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from statistics import median
 
@@ -44,23 +46,67 @@ def peer_of(folder: str, place: str | None, threads: int) -> Callable[[Sequence[
         modules = [transformer, pooling, models.Normalize()]
         model = import_module("sentence_transformers").SentenceTransformer(modules=modules, device="cpu")
         return lambda texts: model.encode(list(texts), batch_size=32)
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import AutoModel
+
+    plain = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def states(batch: dict[str, np.ndarray]) -> np.ndarray:
+        with torch.inference_mode():
+            found = plain(**{name: torch.from_numpy(array) for name, array in batch.items()})
+        return np.asarray(found.last_hidden_state)
+
+    return by_hand(folder, states)
+
+
+def openvino_of(folder: str, place: str, threads: int) -> Callable[[Sequence[str]], np.ndarray]:
+    """The same by OpenVINO, in float32."""
+    import torch
+    from transformers import AutoModel
+
+    sys.path.append(place)
+    openvino = import_module("openvino")
+
+    class States(torch.nn.Module):
+        """Last hidden states, with a mask that can be traced."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            causal = torch.ones(input_ids.shape[1], input_ids.shape[1], dtype=torch.bool).tril()
+            is_seen = causal[None, None] & attention_mask[:, None, None].bool()
+            mask = torch.zeros(is_seen.shape).masked_fill(~is_seen, torch.finfo(torch.float32).min)
+            found: torch.Tensor = self.model(input_ids, attention_mask=mask, use_cache=False, return_dict=False)[0]
+            return found
+
+    ids = torch.ones(2, 8, dtype=torch.int64)
+    traced = openvino.convert_model(States(), example_input={"input_ids": ids, "attention_mask": ids})
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
+    compiled = openvino.Core().compile_model(traced, "CPU", settings)
+    return by_hand(folder, lambda batch: np.asarray(compiled(batch)[0]))
+
+
+def by_hand(
+    folder: str, states: Callable[[dict[str, np.ndarray]], np.ndarray]
+) -> Callable[[Sequence[str]], np.ndarray]:
+    """The method of sentence-transformers, with `states` [texts, tokens, hidden] of a padded batch."""
+    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    plain = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
 
     def vectors(texts: Sequence[str]) -> np.ndarray:
         order = sorted(range(len(texts)), key=lambda at: -len(texts[at]))
-        found = np.zeros((len(texts), plain.config.hidden_size), dtype=np.float32)
+        found: list[np.ndarray] = [np.zeros(0)] * len(texts)
         for start in range(0, len(order), 32):
             some = order[start : start + 32]
-            batch = tokenizer([texts[at] for at in some], padding=True, return_tensors="pt")
-            with torch.inference_mode():
-                states = plain(**batch).last_hidden_state
-            last = states[torch.arange(len(some)), batch["attention_mask"].sum(1) - 1]
-            found[some] = torch.nn.functional.normalize(last, dim=-1).numpy()
-        return found
+            encoded = tokenizer([texts[at] for at in some], padding=True, return_tensors="np")
+            batch = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+            last = states(batch)[np.arange(len(some)), batch["attention_mask"].sum(1) - 1]
+            for at, vector in zip(some, last / np.linalg.norm(last, axis=-1, keepdims=True), strict=True):
+                found[at] = vector
+        return np.stack(found)
 
     return vectors
 
@@ -81,16 +127,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--peer")
+    parser.add_argument("--openvino")
     given = parser.parse_args()
-    texts, peer = texts_of(given.texts), peer_of(given.folder, given.peer, given.threads)
+    texts = texts_of(given.texts)
+    peers = {"peer": peer_of(given.folder, given.peer, given.threads)}
+    if given.openvino is not None:
+        peers["OpenVINO"] = openvino_of(given.folder, given.openvino, given.threads)
     settings = {"runner": "pooling", "dtype": "float32", "max_num_seqs": 256, "num_threads": given.threads}
     with LLM(given.folder, **settings) as llm:
         ours = np.array([one.outputs.embedding for one in llm.embed(texts[:64])])
-        print(f"largest difference: {np.abs(ours - peer(texts[:64])).max():.2g}; load {os.getloadavg()[0]:.1f}")
-        times = [(timed(lambda: llm.embed(texts)), timed(lambda: peer(texts))) for _ in range(given.rounds)]
+        for name, peer in peers.items():
+            print(f"largest difference from {name}: {np.abs(ours - peer(texts[:64])).max():.2g}")
+        works: dict[str, Callable[[Sequence[str]], object]] = {"own": llm.embed, **peers}
+        times = [{name: timed(partial(work, texts)) for name, work in works.items()} for _ in range(given.rounds)]
+    print(f"load {os.getloadavg()[0]:.1f}")
     for at, kind in enumerate(("CPU", "wall")):
-        own, other = (median(one[who][at] for one in times) for who in (0, 1))
-        print(f"{kind}: {len(texts) / own:.0f} texts/s, peer {len(texts) / other:.0f}, {other / own:.2f} times")
+        seconds = {name: median(one[name][at] for one in times) for name in works}
+        for name, other in seconds.items():
+            print(f"{kind}, {name}: {len(texts) / other:.0f} texts/s, own {other / seconds['own']:.2f} times")
 
 
 if __name__ == "__main__":
