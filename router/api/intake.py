@@ -88,10 +88,11 @@ def arriving() -> Iterator[Callable[[int], None]]:
     lease.endings.append(one)
     try:
         yield lease.take
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as cancelled:
         if one.error is None:
             raise
         one.task.uncancel()
+        cancelled.__traceback__ = None  # a cycle from Python 3.12 on, as in `naming`
         raise one.error from None
     finally:
         lease.endings.remove(one)

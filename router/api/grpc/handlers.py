@@ -197,7 +197,10 @@ async def _answering(context: Context, hooks: CallHooks) -> AsyncIterator[None]:
         raise
     except Exception as error:  # noqa: BLE001 - every call is answered, and a bug is logged
         end_reading(error)
-        await _abort(context, error, () if trailers is None else trailers(is_error=True))
+        try:
+            await _abort(context, error, () if trailers is None else trailers(is_error=True))
+        finally:
+            error.__traceback__ = None  # a cycle from Python 3.12 on, as in `naming`
 
 
 async def _abort(context: Context, error: Exception, trailers: Metadata) -> NoReturn:
