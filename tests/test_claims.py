@@ -1,4 +1,6 @@
-"""The table of claims: each figure stands on its page, and each command exists with its options."""
+"""The table of claims: each figure stands on its page, each command exists with its options, and no measurement is left
+out.
+"""
 
 import importlib.util
 import re
@@ -16,6 +18,13 @@ ROW = re.compile(
 )
 ROWS = [row for line in PAGE.read_text().splitlines() if (row := ROW.match(line))]
 
+MEASURED = re.compile(
+    r"AMD EPYC|Intel Xeon|\b(?:virtual|quiet) cores|\bload (?:of |under )?\d|\b20\d\d-\d\d-\d\d\b"
+    r"|\b\d+ [A-Z][a-z]+ 20\d\d\b|\bcommit [0-9a-f]{8}\b"
+)
+"""Words by which a section says where and when its figures were measured."""
+NO_FIGURES = {("performance.md", "# Performance")}  # the table of machines
+
 
 def plain(text: str) -> str:
     return " ".join(text.split())
@@ -28,6 +37,32 @@ def test_every_row_is_read():
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["claim"][:40])
 def test_a_figure_stands_on_its_page(row):
     assert row["figure"] in plain((PAGE.parent / row["page"]).read_text())
+
+
+def sections(text: str) -> list[str]:
+    """Parts from one heading to the next; a comment in a block of code is no heading."""
+    outside = re.sub(r"^```.*?^```", lambda block: block[0].replace("\n#", "\n "), text, flags=re.DOTALL | re.MULTILINE)
+    return re.split(r"^(?=#+ )", outside, flags=re.MULTILINE)
+
+
+def without_a_claim(page: Path, rows: list[re.Match[str]]) -> list[str]:
+    """Headings of the page's sections that tell a measurement of which no row has a figure."""
+    figures = [row["figure"] for row in rows if (PAGE.parent / row["page"]).resolve() == page]
+    measured = [one for one in sections(page.read_text()) if MEASURED.search(re.sub("`[^`]*`", "", one))]
+    headings = [one.splitlines()[0] for one in measured if not any(figure in plain(one) for figure in figures)]
+    return [heading for heading in headings if (page.name, heading) not in NO_FIGURES]
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("*.md")} - {PAGE})], ids=lambda page: page.name
+)
+def test_every_measurement_has_a_row(page):
+    assert without_a_claim(page, ROWS) == []
+
+
+def test_a_measurement_without_a_row_is_found():
+    page = ROOT / "docs" / "failover.md"
+    assert without_a_claim(page, [row for row in ROWS if row["figure"] != "46.2"]) == ["## A whole day"]
 
 
 def test_the_comparison_quotes_the_performance_page():
