@@ -54,6 +54,15 @@ class StoredMatrix(ABC):
         """Whether its data can be reread from a file after its memory is returned."""
         return True
 
+    @property
+    def made_of(self) -> "StoredMatrix | None":
+        """A matrix in a file that its codes were made of, and that names them; None: they lie in the file."""
+        return None
+
+    def with_codes(self) -> "StoredMatrix":
+        """The same matrix with codes in memory, if they are made whenever some rows are read; else itself."""
+        return self
+
     @abstractmethod
     def numbers(self, first: int, last: int) -> Tensor:
         """Numbers of these rows of the matrix in the range's columns, float32."""
@@ -119,7 +128,14 @@ class StoredMatrix(ABC):
         return replace(self, padding=num_rows - (self.rows[1] - self.rows[0]))
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        """Numbers, each rounded once, in separate memory."""
+        """Numbers, each rounded once, in separate memory. Pages of the file are given back."""
+        out = self.copied(dtype)
+        if self.can_be_read_again:
+            discard_contents(self.mapped)
+        return out
+
+    def copied(self, dtype: torch.dtype) -> Tensor:
+        """Numbers [rows, columns], each rounded once, in separate memory."""
         first, last = self.rows
         out = torch.empty(*self.num_rows_columns, dtype=dtype)
         out[last - first :] = 0
@@ -130,8 +146,6 @@ class StoredMatrix(ABC):
             out[start - first : end - first] = self.numbers(start, end)
 
         for_all(write, range(first, last, step))
-        if self.can_be_read_again:
-            discard_contents(self.mapped)
         return out
 
 

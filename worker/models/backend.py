@@ -23,6 +23,7 @@ from holdfast.worker.models.damaged_weights import damaged
 from holdfast.worker.models.executor_protocols import MultiStepExecutor, OverlappingExecutor
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_backend import HfBackend
+from holdfast.worker.models.made_codes import made_if_small
 from holdfast.worker.models.memory import default_block_size
 from holdfast.worker.models.model import build_rank_model, serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
@@ -200,7 +201,7 @@ def _stated(
     if config.model.executor == "hf":
         return "model.executor = 'hf'"
     read = read_stated(config.model, folder, group, device)
-    layout, facts, reason = (None, None, read) if isinstance(read, str) else (*read, None)
+    layout, facts, reason = (None, None, read) if isinstance(read, str) else (made_if_small(read[0]), read[1], None)
     block_size = config.cache.block_size or default_block_size(device)
     max_model_len = 1 if facts is None else facts.max_model_len
     with _few_threads(folder, device):

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from holdfast.worker.config import ModelConfig, Quantization
 from holdfast.worker.errors import UnsupportedModelError
-from holdfast.worker.executors.cpu.library import is_compact_here
+from holdfast.worker.executors.cpu.library import keeps_codes_here
 from holdfast.worker.executors.layout_arithmetic import num_slices
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.family import Family
@@ -73,7 +73,7 @@ def coded_bytes(config: ModelConfig, folder: Path, device: str, model_type: str)
     is_exact = config.quantized_activations == "auto" and served_itemsize(folder, config.dtype) > 2
     if is_exact or config.quantized_activations == "bfloat16":
         return None
-    keeps_floats = served_dtype(folder, config.dtype) == "bfloat16" and is_compact_here()
+    keeps_floats = served_dtype(folder, config.dtype) == "bfloat16" and keeps_codes_here()
     return CodedBytes(folder, config.quantization, family, keeps_floats=keeps_floats)
 
 
@@ -130,7 +130,8 @@ class CodedBytes:
         that no panel of outputs could have.
         """
         heads = int(config.get("num_attention_heads") or 1)
-        inputs_apart = (family.output, family.down, *(family.moe.parts[-1:] if family.moe else ()))
+        stacked = [stored.removesuffix(".weight") for ours, stored in family.stored_as if ours.endswith("down_proj")]
+        inputs_apart = (family.output, family.down, *(family.moe.parts[-1:] if family.moe else ()), *stacked)
         for name, shape in list(self._shapes.items()):
             module = name.removesuffix(".weight")
             slices = num_slices(shape[1], heads) if module.endswith(inputs_apart) and not is_head(name) else 1
@@ -162,8 +163,10 @@ class CodedBytes:
         if table is not None and not any(map(is_head, shapes)):
             shapes[HEADS[0]] = table
         for name, shape in shapes.items():
-            if _is_matrix(shape) and (scheme := scheme_for(quantization, name, shape)) is not None:
-                self._note_scheme(name, shape, scheme, _HALF, _E4M3 if scheme.is_float else "I8")
+            scheme = None if 0 in shape else scheme_for(quantization, name, shape)
+            if scheme is not None and (len(shape) == 2 or self._in_units is not None):  # experts are numbers on GPUs
+                rows = math.prod(shape[:-1]), shape[-1]
+                self._note_scheme(name, rows, scheme, _HALF, _E4M3 if scheme.is_float else "I8")
 
     def _read_quantized(self, folder: Path) -> None:
         config = served_config(read_object(folder / "config.json"), folder)

@@ -28,7 +28,7 @@ _FLOORS: Final = {torch.float32: 2e-5, torch.bfloat16: 2.0**-8, torch.float16: 2
 _QUANTILE: Final = 0.75
 """The share of rows that must agree. In a mixture of experts, some rows may choose others where two are close."""
 
-_MAX_REFERENCE_NUMBERS: Final = 1 << 28
+MAX_REFERENCE_NUMBERS: Final = 1 << 28
 """Most weights of a rank's share, however few bits each has, of which the reference executor runs the whole model: half
 a second of CPU for bfloat16."""
 
@@ -129,7 +129,7 @@ def ask_reference(layout: DecoderLayout, group: TensorParallelGroup, *, max_len:
             layers.append(LayerAnswer(index=index, states=x, answer=answer))
         token_ids = torch.randint(layout.vocab_size, (num_tokens,), generator=generator)
         logits = None
-        if int(group.all_gather(torch.tensor([num_numbers(layout)]), dim=0).max()) <= _MAX_REFERENCE_NUMBERS:
+        if int(group.all_gather(torch.tensor([num_numbers(layout)]), dim=0).max()) <= MAX_REFERENCE_NUMBERS:
             logits = _answer(own.run_model(token_ids), exact.run_model(token_ids), torch.zeros(()), floor)
     answers = [asked.answer for asked in layers] + ([] if logits is None else [logits])
     is_finite = all(answer.is_finite() for answer in answers)

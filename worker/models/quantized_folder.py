@@ -16,12 +16,14 @@ from torch import Tensor
 
 from holdfast.worker.config import Quantization
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.models.checkpoint_scheme import check_quantization
+from holdfast.worker.models.damaged_weights import damaged
 from holdfast.worker.models.quantization.codes import PackedCodes
 from holdfast.worker.models.quantization.rule import is_head, is_table
 from holdfast.worker.models.quantization.scheme import WeightScheme
 from holdfast.worker.models.quantization.weight import QuantizedWeight
-from holdfast.worker.models.quantizing_tensors import PlainWeight, QuantizingTensors
+from holdfast.worker.models.quantizing_tensors import PlainExperts, PlainWeight, QuantizingTensors
 from holdfast.worker.models.safetensors_header import INDEX
 from holdfast.worker.models.text_model import holds_text_model
 from holdfast.worker.models.weights import read_json
@@ -58,7 +60,8 @@ def write_quantized(
 ) -> int:
     """Writes the checkpoint in `folder` to a new folder `out`, with all its other files; the bytes of its weights.
 
-    Raises `ConfigurationError` where `out` is there, cannot be written to, or the checkpoint cannot be quantized.
+    Raises `ConfigurationError` where `out` is there, cannot be written to, or the checkpoint cannot be quantized, and
+    `UnsupportedModelError`, by name, for a weight with numbers that are NaN or infinite.
     """
     if out.exists() or out.is_symlink():
         raise ConfigurationError(f"OUT = {str(out)!r}: it is there already; name a folder that is not")
@@ -68,6 +71,9 @@ def write_quantized(
     if holds_text_model(config):
         raise ConfigurationError(f"IN = {str(folder)!r}: it holds several models; quantize a text model that is alone")
     tensors = QuantizingTensors(folder, config, quantization)
+    if (name := tensors.of_several_experts) is not None:
+        reason = f"{name} has the weights of several experts, and compressed-tensors has each by itself"
+        raise ConfigurationError(f"IN = {str(folder)!r}: {reason}; serve it with --quantization {quantization}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
@@ -79,6 +85,8 @@ def write_quantized(
                 writer.add(name, taken)
             num_bytes = writer.close(config)
             made.rename(out)
+    except NotFiniteError as found:
+        raise damaged(folder, found) from None
     except OSError as error:
         raise ConfigurationError(f"OUT = {str(out)!r}: it cannot be written ({error.strerror or error})") from error
     return num_bytes
@@ -88,6 +96,7 @@ def _taken(tensors: QuantizingTensors, report: Report) -> Iterator[tuple[str, Te
     names = tensors.names
     for done, name in enumerate(names, start=1):
         taken = tensors.take(name, ())
+        assert not isinstance(taken, PlainExperts), "they are refused before"
         if taken is not None:
             yield name, taken
         report(_PHASE, done, len(names))

@@ -1,9 +1,9 @@
-"""Tensors of a plain checkpoint that are quantized as they are taken: codes and scales are chosen when a rank has its
-share of a weight, as if the whole had been quantized first.
+"""Tensors of a plain checkpoint that are quantized as they are read: codes and scales are chosen when some rows of a
+rank's share of a weight are packed, as if the whole had been quantized first.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -12,53 +12,82 @@ from torch import Tensor
 
 from holdfast.worker.config import Quantization
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.coded import CodedRows, CodeForm, UnitForm, Units
 from holdfast.worker.executors.cpu.weight_codes import eight_bit_codes, searched_codes
 from holdfast.worker.executors.mapped_files import discard_contents
-from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.executors.stored_matrix import BytesAndScales, StoredMatrix
 from holdfast.worker.models.quantization.codes import Codes, PackedCodes, PlainCodes
-from holdfast.worker.models.quantization.rule import HEADS, has_layers_experts, is_head, is_table, scheme_for
+from holdfast.worker.models.quantization.rule import HEADS, has_layers_experts, is_head, is_table, rule_name, scheme_for
 from holdfast.worker.models.quantization.scheme import UNUSED, WeightScheme
 from holdfast.worker.models.quantization.weight import QuantizedWeight
-from holdfast.worker.models.safetensors_files import MappedTensor, mapped_tensors
+from holdfast.worker.models.safetensors_files import mapped_tensors
 
 _TRANSPOSED: Final = ("gpt2",)
 """Model types whose linears lie as [in, out]."""
 
+_STACKED: Final = ("gemma4_text", "granitemoe", "granitemoehybrid")
+"""Model types whose experts lie in one tensor [expert, out, in]."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainWeight(StoredMatrix):
-    """A weight [out, in] to be quantized, or a range of its rows and columns."""
+    """A weight [out, in] that is quantized, or a range of its rows and columns. Rows are quantized whenever they are
+    read: only the checkpoint is kept, and names the codes where processes share them.
+    """
 
-    name: str
     source: Tensor
     """The whole weight, mapped."""
     scheme: WeightScheme
+    rule: str
+    """Name of the rule by which codes are chosen."""
 
     @property
     def mapped(self) -> Tensor:
         return self.source
 
     def numbers(self, first: int, last: int) -> Tensor:
-        quantized = self.narrow(0, first - self.rows[0], last - first).quantized()
-        return quantized.numbers(0, last - first)
+        return self._quantized(first, last).numbers(0, last - first)
 
-    def to(self, dtype: torch.dtype) -> Tensor:
-        return self.quantized().to(dtype)
+    def bytes_and_scales(self, first: int, last: int) -> BytesAndScales | None:
+        return self._quantized(first, last).bytes_and_scales(0, last - first)
+
+    @property
+    def unit_form(self) -> UnitForm | None:
+        return self._without_rows.unit_form
+
+    def units(self, first: int, last: int) -> Units:
+        return self._quantized(first, last).units(0, last - first)
+
+    @property
+    def code_form(self) -> CodeForm | None:
+        return self._without_rows.code_form
+
+    @property
+    def input_groups(self) -> Tensor:
+        return self._without_rows.input_groups
+
+    def coded(self, first: int, last: int) -> CodedRows:
+        return self._quantized(first, last).coded(0, last - first)
+
+    def with_codes(self) -> StoredMatrix:
+        made = replace(self.quantized(), made_of=self).filled_up(len(self))
+        discard_contents(self.source[slice(*self.rows)])
+        return made
+
+    @property
+    def _without_rows(self) -> QuantizedWeight:
+        return self._quantized(self.rows[0], self.rows[0])
+
+    def _quantized(self, first: int, last: int) -> QuantizedWeight:
+        return self.narrow(0, first - self.rows[0], last - first).quantized()
 
     def quantized(self) -> QuantizedWeight:
-        """The codes and scales that the whole weight has in this range.
-
-        Raises `ConfigurationError` that names a weight with numbers that are not finite.
-        """
+        """The codes and scales that the whole weight has in this range. Raises `NotFiniteError`."""
         outputs, group = self.scheme.block
         assert outputs == 1, "an output has separate scales"
         first, last = _whole_groups(self.columns, group or self.source.shape[1])
         own = self.source[slice(*self.rows)]
-        try:
-            codes, scales = self._chosen(own, (first, last) if group else self.columns)
-        except ValueError as error:
-            raise ConfigurationError(f"{self.name}: {error}; fetch the file again") from error
-        discard_contents(own)
+        codes, scales = self._chosen(own, (first, last) if group else self.columns)
         first = first if group else self.columns[0]
         length = self.columns[1] - first
         return QuantizedWeight(
@@ -83,6 +112,21 @@ class PlainWeight(StoredMatrix):
         return PlainCodes(values), scales
 
 
+@dataclass(frozen=True, slots=True)
+class PlainExperts:
+    """Weights [expert, out, in] of experts that lie in one tensor."""
+
+    experts: tuple[PlainWeight, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.experts), *self.experts[0].shape
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """Numbers, each rounded once, in separate memory."""
+        return torch.stack([expert.to(dtype) for expert in self.experts])
+
+
 def _whole_groups(columns: tuple[int, int], group: int) -> tuple[int, int]:
     return columns[0] // group * group, -(-columns[1] // group) * group
 
@@ -103,8 +147,7 @@ class QuantizingTensors:
         self._check(str(config.get("model_type")))
 
     def _check(self, model_type: str) -> None:
-        several = (name for name, one in self._tensors.items() if has_layers_experts(name, tuple(one.values.shape)))
-        if (name := next(several, None)) is not None:
+        if model_type not in _STACKED and (name := self.of_several_experts) is not None:
             raise self._refused(f"{name} has the weights of several experts, of which codes are not made at load")
         if model_type in _TRANSPOSED:
             raise self._refused(f"linears of {model_type} lie as [in, out], of which codes are not made at load")
@@ -114,30 +157,35 @@ class QuantizingTensors:
         return ConfigurationError(f"{setting}: {reason}; leave --quantization unset")
 
     @property
+    def of_several_experts(self) -> str | None:
+        """A tensor with the weights of several experts, by its name."""
+        named = (name for name, one in self._tensors.items() if has_layers_experts(name, tuple(one.values.shape)))
+        return next(named, None)
+
+    @property
     def names(self) -> list[str]:
         """Names of all tensors that are left, and of the head that is made of the table."""
         return [*sorted(self.left), *([HEADS[0]] if self._table is not None and self._is_head_table else [])]
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor | PlainWeight | None:
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor | PlainWeight | PlainExperts | None:
         """The tensor of a parameter; None: there is no tensor of this name."""
         stored = self._tensors.pop(name, None)
         if is_head(name) and self._is_head_table:
             stored = self._table
-        return None if stored is None else self._taken(name, stored)
+        return None if stored is None else self._taken(name, stored.values)
 
-    def _taken(self, name: str, stored: MappedTensor) -> Tensor | PlainWeight:
-        values = stored.values
-        shape = tuple(values.shape)
-        scheme = scheme_for(self._quantization, name, shape)
+    def _taken(self, name: str, values: Tensor) -> Tensor | PlainWeight | PlainExperts:
+        scheme = scheme_for(self._quantization, name, tuple(values.shape))
         if scheme is None:
             return values
-        return PlainWeight(
-            rows=(0, shape[0]),
-            columns=(0, shape[1]),
-            name=f"{stored.file}: {name}",
-            source=values,
-            scheme=scheme,
-        )
+        if values.dim() > 2:
+            return PlainExperts(tuple(self._weight(expert, scheme) for expert in values))
+        return self._weight(values, scheme)
+
+    def _weight(self, values: Tensor, scheme: WeightScheme) -> PlainWeight:
+        outputs, inputs = values.shape
+        rule = rule_name(self._quantization)
+        return PlainWeight(rows=(0, outputs), columns=(0, inputs), source=values, scheme=scheme, rule=rule)
 
     @property
     def left(self) -> set[str]:

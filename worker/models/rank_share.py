@@ -16,7 +16,6 @@ from holdfast.worker.models.checks import check_heads
 from holdfast.worker.models.family import Family, NormKind
 from holdfast.worker.models.parallel_plan import Segment, share_of_vocabulary
 from holdfast.worker.models.quantized_activations import Kept
-from holdfast.worker.models.quantizing_tensors import PlainWeight
 from holdfast.worker.models.stated_tensors import StoredTensors, Weight
 
 _OFFSETS = {NormKind.RMS_PLUS_ONE: 1.0, NormKind.LAYER_PLUS_ONE: 1.0}  # added to the stored weight
@@ -95,8 +94,13 @@ class RankShare:
         lengths = sizes if len(names) == len(sizes) else [sum(sizes)]
         wholes = [self.tensors.take(f"{name}.weight", (n, num_inputs)) for name, n in zip(names, lengths, strict=True)]
         biases = [self.tensors.take(f"{name}.bias", (n,)) for name, n in zip(names, lengths, strict=True) if has_bias]
-        shares = [self._coded(share) for share in self._shared(wholes, outputs)]
         bias = torch.cat([self.floats(share) for share in self._shared(biases, outputs)]) if biases else None
+        return self.stacked(self._shared(wholes, outputs), bias, may_stay=may_stay, together=together)
+
+    def stacked(
+        self, shares: Sequence[Weight], bias: Tensor | None = None, *, may_stay: bool = True, together: int = 1
+    ) -> Linear:
+        """This rank's shares of some weights, stacked along the outputs; see `columns`."""
         stored = [share for share in shares if may_stay and isinstance(share, StoredMatrix)]
         if len(stored) == len(shares) and all(self._are_units(share, 1) for share in stored):
             if together % UNIT == 0 or len({share.unit_form for share in stored}) == 1:
@@ -118,8 +122,12 @@ class RankShare:
 
     def rows(self, name: str, shape: tuple[int, int], slices: int, *, has_bias: bool, may_stay: bool = True) -> Linear:
         """A linear whose inputs ranks share; `slices` of this rank's share of the sum. Its bias is whole."""
-        share = self._coded(self.tensors.take(f"{name}.weight", shape).narrow(1, *self.part(shape[1])))
+        share = self.tensors.take(f"{name}.weight", shape).narrow(1, *self.part(shape[1]))
         bias = self.floats(self.tensors.take(f"{name}.bias", shape[:1])) if has_bias else None
+        return self.of_inputs(share, slices, bias, may_stay=may_stay)
+
+    def of_inputs(self, share: Weight, slices: int, bias: Tensor | None = None, *, may_stay: bool = True) -> Linear:
+        """A linear with this rank's share of the inputs; see `rows`."""
         if isinstance(share, StoredMatrix) and may_stay and self._are_units(share, slices):
             return Linear(units=(share,), bias=bias)
         if isinstance(share, StoredMatrix) and may_stay and self._are_codes(share):
@@ -139,12 +147,6 @@ class RankShare:
     def vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The vector in float32, as it is stored."""
         return self.tensors.take(name, shape).to(torch.float32).flatten()
-
-    def _coded(self, share: Weight) -> Weight:
-        """The weight with its codes chosen, if that is done at load and they may stay."""
-        if self._kept is not Kept.NUMBERS and isinstance(share, PlainWeight):
-            return share.quantized().filled_up(len(share))
-        return share
 
     def _are_units(self, share: StoredMatrix, slices: int) -> bool:
         """Whether the executor may multiply it as units: each slice of a sum over its inputs has whole ones."""
@@ -175,7 +177,7 @@ class RankShare:
         read.
         """
         own = None if bias is None else self._table(bias).float()
-        share = self._coded(share_of_vocabulary(whole, self.rank, self.size))
+        share = share_of_vocabulary(whole, self.rank, self.size)
         if isinstance(share, StoredMatrix) and self._are_units(share, 1):
             return Linear(units=(share,), bias=own)
         if isinstance(share, StoredMatrix) and self._are_codes(share) and not is_table:

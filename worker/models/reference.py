@@ -23,7 +23,7 @@ from holdfast.worker.executors.layout import (
     kv_source,
 )
 from holdfast.worker.executors.linears import Linear, Norm
-from holdfast.worker.executors.mapped_files import MappedFiles
+from holdfast.worker.executors.mapped_files import MappedFiles, discard_contents
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2, ShortConv
 from holdfast.worker.executors.stored_matrix import StoredMatrix, for_all
 from holdfast.worker.models.reference_functions import (
@@ -376,9 +376,11 @@ class Reference:
             parts: dict[int, Tensor] = {}
 
             def multiply(first: int) -> None:
-                parts[first] = F.linear(x, weight[first : first + rows].to(dtype).to(x.dtype))
+                parts[first] = F.linear(x, weight[first : first + rows].copied(dtype).to(x.dtype))
 
             for_all(multiply, starts := range(0, len(weight), rows))
+            if weight.can_be_read_again:
+                discard_contents(weight.mapped)
             return torch.cat([parts[first] for first in starts], -1)
         y = product(x, weight, None, rows)
         if self._files is not None and weight.nbytes >= GIVEN_BACK_FROM:

@@ -1,5 +1,6 @@
 """MLPs and mixtures of experts of stated families, as parts of a decoder layout."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -10,9 +11,11 @@ from holdfast.worker.executors.coded import UNIT
 from holdfast.worker.executors.layout import Activation, Beside, Experts, LayerInput, Mlp, TokenInputs
 from holdfast.worker.executors.linears import Linear
 from holdfast.worker.models.family import Moe, is_set
+from holdfast.worker.models.quantizing_tensors import PlainExperts
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.stated_config import NotStated
 from holdfast.worker.models.stated_latent_experts import LatentExperts
+from holdfast.worker.models.stated_tensors import Weight
 
 _ACTIVATIONS: Final = {
     "gelu": Activation.GELU,
@@ -175,19 +178,31 @@ class MlpBuilder:
         down = self._stack(f"{prefix}down_proj", (count, hidden, inner), transposed=transposed)
         if down is None:
             raise NotStated(f"the tensor {prefix}down_proj is missing")
-        up_biases = down_biases = [None] * count
-        if moe.clamped:
-            up_biases = self._biases(f"{prefix}gate_up_proj_bias", (count, 2 * inner))
-            down_biases = self._biases(f"{prefix}down_proj_bias", (count, hidden))
+        if not moe.clamped:
+            return tuple(self._expert(up[number], down[number], inner) for number in range(count))
+        up_biases = self._biases(f"{prefix}gate_up_proj_bias", (count, 2 * inner))
+        down_biases = self._biases(f"{prefix}down_proj_bias", (count, hidden))
         return tuple(
             Mlp(
-                activation=Activation.CLAMPED_SWIGLU if moe.clamped else self._activation,
+                activation=Activation.CLAMPED_SWIGLU,
                 has_gate=True,
-                up=_gate_and_up(up[number], up_biases[number], first, length, interleaved=moe.clamped),
-                down=self._down(down[number].narrow(1, first, length), down_biases[number]),
+                up=_gate_and_up_in_turns(self._share.numbers(up[number]), up_biases[number], first, length),
+                down=self._down(self._share.numbers(down[number]).narrow(1, first, length), down_biases[number]),
                 num_slices=self._share.slices(inner),
             )
             for number in range(count)
+        )
+
+    def _expert(self, gate_up: Weight, down: Weight, inner: int) -> Mlp:
+        """One expert of a stack, all of whose gates lie before its ups."""
+        share, (first, length), slices = self._share, self._share.part(inner), self._share.slices(inner)
+        parts = [gate_up.narrow(0, start + first, length) for start in (0, inner)]
+        return Mlp(
+            activation=self._activation,
+            has_gate=True,
+            up=share.stacked(parts, may_stay=share.keeps_units, together=UNIT),
+            down=share.of_inputs(down.narrow(1, first, length), slices, may_stay=share.keeps_units),
+            num_slices=slices,
         )
 
     def _experts_without_gates(self, moe: Moe, prefix: str, count: int) -> tuple[Mlp, ...]:
@@ -211,12 +226,14 @@ class MlpBuilder:
             for number in range(count)
         )
 
-    def _stack(self, name: str, shape: tuple[int, int, int], *, transposed: bool) -> Tensor | None:
-        """Weights [experts, out, in] of the whole model; stored [experts, in, out], if `transposed`."""
+    def _stack(self, name: str, shape: tuple[int, int, int], *, transposed: bool) -> Sequence[Any] | Tensor | None:
+        """The weight [out, in] of each expert of the whole model; stored [experts, in, out], if `transposed`."""
         count, out_features, in_features = shape
-        found = self._share.tensors.find(name, (count, in_features, out_features) if transposed else shape)
+        found: Any = self._share.tensors.find(name, (count, in_features, out_features) if transposed else shape)
         if found is None:
             return None
+        if isinstance(found, PlainExperts):
+            return found.experts
         numbers = self._share.numbers(found)
         return numbers.transpose(1, 2) if transposed else numbers
 
@@ -229,14 +246,8 @@ class MlpBuilder:
         return Linear(weights=(weight,), bias=own)
 
 
-def _gate_and_up(weight: Tensor, bias: Tensor | None, first: int, length: int, *, interleaved: bool) -> Linear:
-    """A rank's share of the outputs of one expert [gate and up, in]; `interleaved`: gate, up, gate, up, ..."""
-    if interleaved:
-        parts = [weight[start : 2 * (first + length) : 2] for start in (2 * first, 2 * first + 1)]
-        biases = (
-            [] if bias is None else [bias[start : 2 * (first + length) : 2] for start in (2 * first, 2 * first + 1)]
-        )
-        return Linear(weights=tuple(parts), bias=torch.cat(biases) if biases else None)
-    inner = len(weight) // 2
-    assert bias is None, "experts that have biases are interleaved"
-    return Linear(weights=tuple(weight.narrow(0, start + first, length) for start in (0, inner)))
+def _gate_and_up_in_turns(weight: Tensor, bias: Tensor | None, first: int, length: int) -> Linear:
+    """A rank's share of the outputs of one expert [gate and up, in]: gate, up, gate, up, ..."""
+    parts = [weight[start : 2 * (first + length) : 2] for start in (2 * first, 2 * first + 1)]
+    biases = [] if bias is None else [bias[start : 2 * (first + length) : 2] for start in (2 * first, 2 * first + 1)]
+    return Linear(weights=tuple(parts), bias=torch.cat(biases) if biases else None)

@@ -108,10 +108,10 @@ def test_the_memory_of_eight_bit_floats_is_that_of_their_codes_where_they_stay(t
         part.shape[0] // UNIT * panel_bytes(part.shape[1] // UNIT, (sharing or part.shape[1]) // UNIT) for part in kept
     )
     assert taken < 0.6 * dense
-    monkeypatch.setattr(coded_bytes, "is_compact_here", lambda: False)
+    monkeypatch.setattr(coded_bytes, "keeps_codes_here", lambda: False)
     whole = memory_of_weights(config, folder, "cpu")
     assert whole == weight_bytes(folder, "bfloat16")
-    monkeypatch.setattr(coded_bytes, "is_compact_here", lambda: True)
+    monkeypatch.setattr(coded_bytes, "keeps_codes_here", lambda: True)
     assert memory_of_weights(config, folder, "cpu") == pytest.approx(whole - dense + taken, rel=0.001)
 
 

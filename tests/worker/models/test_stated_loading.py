@@ -69,7 +69,7 @@ def test_a_model_that_the_executor_gets_wrong_runs_on_the_hf_backend_as_ever(tmp
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
 def test_a_weight_that_is_no_number_is_named(tmp_path, monkeypatch, name, most_numbers):
     """Also of a model that is too large for the reference to run as a whole."""
-    monkeypatch.setattr(proof, "_MAX_REFERENCE_NUMBERS", most_numbers)
+    monkeypatch.setattr(proof, "MAX_REFERENCE_NUMBERS", most_numbers)
     folder = saved("qwen2", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors[name].fill_(torch.nan)
@@ -129,7 +129,7 @@ def test_a_number_that_the_chosen_dtype_does_not_have_is_an_overflow(tmp_path):
 
 @pytest.mark.parametrize("most_numbers", [1 << 28, 0])
 def test_a_large_model_is_checked_by_its_layers(tmp_path, monkeypatch, most_numbers):
-    monkeypatch.setattr(proof, "_MAX_REFERENCE_NUMBERS", most_numbers)
+    monkeypatch.setattr(proof, "MAX_REFERENCE_NUMBERS", most_numbers)
     reference = proof.Reference.run_model
     calls: list[int] = []
 

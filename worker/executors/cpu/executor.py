@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from ctypes import byref
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from holdfast.worker.executors.cpu.adapters import AdaptedLinear, PackedAdapter
 from holdfast.worker.executors.cpu.cache import KEPT_AS_INT8, BlockForm, TiledCache, last_block
 from holdfast.worker.executors.cpu.exchange import Exchange, check_step, meet, segments_with_sums, tree_sum
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
-from holdfast.worker.executors.cpu.library import COMPACT_CLASSES, class_of, load_library
+from holdfast.worker.executors.cpu.library import class_of, kept_forms, load_library
 from holdfast.worker.executors.cpu.linear_structures import NativeLinear
 from holdfast.worker.executors.cpu.packing import PackedModel
 from holdfast.worker.executors.cpu.running_step import RowMemory, RunningStep
@@ -54,9 +54,9 @@ class CpuExecutor:
         head: NativeLinear | None = None,
     ) -> None:
         """Packs the layout's weights. If it `uses_up` the layout, gives their own memory back, and shares the packed
-        ones with other processes that have the same. `compacts`: whether weights of bfloat16 are kept in 12 bits, which
-        changes no bit of any result; None: where that is faster. `head`: packed by another executor, which lives
-        longer, in place of the layout's.
+        ones with other processes that have the same. `compacts`: whether weights of bfloat16 are kept in 12 bits, and
+        E4M3 as codes, which changes no bit of any result; None: each where that is faster. `head`: packed by another
+        executor, which lives longer, in place of the layout's.
 
         Raises `Unavailable` where this machine cannot run it, `NotFiniteError` for a weight with a NaN or an infinity.
         """
@@ -77,9 +77,8 @@ class CpuExecutor:
         self._pool = self._library.native_pool_create(num_threads, -1, None)
         if not self._pool:
             raise ReplicaError(f"{num_threads} threads could not be started")
-        if compacts is None:
-            compacts = self.instruction_class in COMPACT_CLASSES
-        self.packed = self._pack(layout, max_positions, uses_up=uses_up, compacts=compacts, head=head)
+        kept = kept_forms(self.instruction_class, compacts)
+        self.packed = self._pack(layout, kept, uses_up=uses_up, max_positions=max_positions, head=head)
         self._rows = self.packed.model.vocab_rows
         self._num_segments = 3 * len(self.packed.layers) + 2
         self._sums = segments_with_sums(layout)
@@ -94,22 +93,10 @@ class CpuExecutor:
         self._own_logits, self._all_logits, self._hidden_rows = RowMemory(), RowMemory(), RowMemory()
         self._block_best, self._block_mass = RowMemory(), RowMemory()
 
-    def _pack(
-        self, layout: DecoderLayout, max_positions: int, *, uses_up: bool, compacts: bool, head: NativeLinear | None
-    ) -> PackedModel:
-        form = self.instruction_class + " compact" * compacts
-        arena = arena_for(layout, form) if uses_up else Arena()
+    def _pack(self, layout: DecoderLayout, kept: dict[str, Any], *, uses_up: bool, **others: Any) -> PackedModel:
+        arena = arena_for(layout, f"{self.instruction_class} {kept}") if uses_up else Arena()
         try:
-            return PackedModel(
-                layout,
-                self._library,
-                self._pool,
-                max_positions=max_positions,
-                uses_up=uses_up,
-                compacts=compacts,
-                arena=arena,
-                head=head,
-            )
+            return PackedModel(layout, self._library, self._pool, uses_up=uses_up, arena=arena, **kept, **others)
         except NotFiniteError:
             self.close()
             raise

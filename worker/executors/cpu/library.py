@@ -45,6 +45,9 @@ _FLAGS_OF: Final = {
 COMPACT_CLASSES: Final = frozenset({"avx512bf16", "avx512"})
 """Instruction classes that keep bfloat16 compact: where reading it was measured to cost less than it saves."""
 
+CODED_CLASSES: Final = COMPACT_CLASSES | {"avx2"}
+"""The same of E4M3, which they keep as codes."""
+
 
 class Unavailable(ConfigurationError):
     """The native library cannot run here; the message names the missing feature."""
@@ -55,9 +58,17 @@ def runnable_classes() -> list[str]:
     return [name for name in CLASSES if not missing_instructions(name)]
 
 
-def is_compact_here() -> bool:
-    """Whether this machine's best class keeps bfloat16 compact, and E4M3 as codes."""
-    return next(iter(runnable_classes()), None) in COMPACT_CLASSES
+def kept_forms(name: str, compacts: bool | None) -> dict[str, bool]:
+    """Settings of `PackedModel` by which an instruction class keeps weights of a bfloat16 model. `compacts` says it of
+    all forms; None: each where it is faster.
+    """
+    by_class = {"compacts": name in COMPACT_CLASSES, "keeps_codes": name in CODED_CLASSES}
+    return by_class if compacts is None else dict.fromkeys(by_class, compacts)
+
+
+def keeps_codes_here() -> bool:
+    """Whether this machine's best class keeps E4M3 as codes."""
+    return next(iter(runnable_classes()), None) in CODED_CLASSES
 
 
 def missing_instructions(name: str) -> set[str]:
@@ -157,9 +168,8 @@ def _declared(library: CDLL) -> CDLL:
     _declare(library, "native_expand", c_int, c_void_p, c_void_p, c_long, c_int, c_void_p)
     searched = (c_void_p, c_int, c_long, c_long, c_long, c_int, c_void_p, c_void_p)
     _declare(library, "native_search_codes", c_int, *searched)
-    _declare(library, "native_largest", c_int, c_void_p, c_int, c_long, c_long, c_long, c_void_p)
-    rounded = (c_void_p, c_int, c_long, c_long, c_long, c_void_p, c_int, c_void_p)
-    _declare(library, "native_round_codes", None, *rounded)
+    rounded = (c_void_p, c_int, *(c_long,) * 5, c_int, c_void_p, c_void_p)
+    _declare(library, "native_eight_bit_codes", c_int, *rounded)
     numbers = (c_void_p, c_long, c_long, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p)
     _declare(library, "native_numbers", None, *numbers)
     _declare(library, "native_places", None, c_int, c_void_p)

@@ -83,6 +83,7 @@ class PackedModel(PartPacker):
         max_positions: int,
         uses_up: bool = False,
         compacts: bool = False,
+        keeps_codes: bool = False,
         arena: Arena | None = None,
         head: NativeLinear | None = None,
     ) -> None:
@@ -90,7 +91,8 @@ class PackedModel(PartPacker):
         Raises `NotFiniteError` for a weight with a NaN or an infinity.
 
         With `uses_up`, the memory of the layout's linears is given back: only what lies in a file can be read again.
-        With `compacts`, weights of bfloat16 are kept in 12 bits each (`tile_memory.py`). `head`: packed elsewhere.
+        With `compacts`, weights of bfloat16 are kept in 12 bits each (`tile_memory.py`); if it `keeps_codes`, those of
+        E4M3 in 8 bits (`code_packing.py`). `head`: packed elsewhere.
         """
         self._spent = FreedWeights(layout) if uses_up else None
         self.dtype = DTYPES[layout.dtype]
@@ -105,8 +107,9 @@ class PackedModel(PartPacker):
         """The linears that adapters may add to, in order of their numbers."""
         self._arena = Arena() if arena is None else arena
         self._itemsize = layout.dtype.itemsize
-        is_compact = compacts and layout.dtype == torch.bfloat16
-        self._compactor = Compactor(library, pool) if is_compact else None
+        is_bfloat16 = layout.dtype == torch.bfloat16
+        self._compactor = Compactor(library, pool) if compacts and is_bfloat16 else None
+        self._keeps_codes = keeps_codes and is_bfloat16
         self._rotaries = (NativeRotary * max(1, len(layout.rotaries)))(*map(self._rotary, layout.rotaries))
         self.layers = (NativeLayer * len(layout.layers))(*(self._layer(layer) for layer in layout.layers))
         self.model = NativeModel(

@@ -57,6 +57,8 @@ class PartPacker:
     _kept: list[Any]
     _compactor: Compactor | None
     """Makes tiles compact; None: they stay as they are."""
+    _keeps_codes: bool
+    """Whether weights of E4M3 stay codes, where their form allows it."""
     _spent: FreedWeights | None = None
     """The weights whose memory is given back; None: they stay."""
     _places: Mapping[int, tuple[int, str]] = MappingProxyType({})
@@ -85,7 +87,7 @@ class PartPacker:
             memory_of = self._arena, self._library, self._pool
             packed = pack_units(linear.units, rows, *memory_of, uses_up=spent)
             return self._described(linear, rows, slices, slice_tiles, packed)
-        if linear.codes and self._compactor is not None:
+        if linear.codes and self._keeps_codes:
             codes = pack_codes(linear.stored, rows, slices, self._arena, self._library, self._pool)
             if codes is not None:
                 self._give_back(linear)

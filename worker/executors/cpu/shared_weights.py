@@ -29,6 +29,7 @@ from holdfast.worker.executors.cpu.build import digest as digest_of_sources
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.mapped_files import MappedFiles
+from holdfast.worker.executors.stored_matrix import StoredMatrix, for_all
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class SharedArena(Arena):
 def arena_for(layout: DecoderLayout, form: str) -> Arena:
     """The arena of a layout's packed weights: shared with processes that have the same, where the system supports it.
 
-    `form`: the instruction class that reads them, and whether they are compact.
+    `form`: the instruction class that reads them, and how they are packed.
     """
     if not shares_large_pages():
         return Arena()
@@ -144,10 +145,21 @@ def _has_setting(name: str, values: tuple[str, ...]) -> bool:
 
 
 def _in_large_pages(address: int, length: int) -> bool:
-    """Asks for them whatever the system's settings are. They must be there when others map the file."""
-    for start in range(address, address + length, LARGE_PAGE):
-        ctypes.memset(start, 0, 1)  # an entry that is missing cannot become a large one
-    return int(_libc().madvise(address, length, _MADV_COLLAPSE)) == 0
+    """Asks for them whatever the system's settings are, on all threads, since the system clears them. They must be
+    there when others map the file.
+    """
+    pages = length // LARGE_PAGE
+    share = -(-pages // min(pages, torch.get_num_threads())) * LARGE_PAGE
+    outcomes: list[int] = []
+
+    def collapse(start: int) -> None:
+        end = min(start + share, address + length)
+        for page in range(start, end, LARGE_PAGE):
+            ctypes.memset(page, 0, 1)  # an entry that is missing cannot become a large one
+        outcomes.append(_libc().madvise(start, end - start, _MADV_COLLAPSE))
+
+    for_all(collapse, range(address, address + length, share))
+    return not any(outcomes)
 
 
 def find_file(name: str) -> int | None:
@@ -197,7 +209,8 @@ def _take_turn(name: str) -> socket.socket:
 def layout_digest(layout: DecoderLayout, form: str) -> str:
     """Digest of all inputs of packed weights: this code, and the layout with the contents of its weights.
 
-    What lies in a file counts by its place there and the file's state; other weights by their bytes.
+    What lies in a file, or was made of that, counts by its place there and the file's state; other weights by their
+    bytes.
     """
     digest = blake2b(f"{digest_of_sources()} {form}".encode(), digest_size=16)
     for path in sorted(Path(__file__).parent.glob("*.py")):
@@ -215,6 +228,8 @@ def _describe(part: object, files: MappedFiles, digest: Any) -> None:
         digest.update(f"{len(part)}(".encode())
         for item in part:
             _describe(item, files, digest)
+    elif isinstance(part, StoredMatrix) and part.made_of is not None:
+        _describe(part.made_of, files, digest)
     elif is_dataclass(part):
         digest.update(type(part).__name__.encode())
         for field in fields(part):

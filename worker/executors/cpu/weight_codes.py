@@ -10,13 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.executors.cpu.library import load_library
+from holdfast.worker.executors.finite import refuse
 from holdfast.worker.executors.stored_matrix import AT_ONCE, BytesAndScales, for_all
 
 DTYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # values of the native enum
 CODES_OF_WORD: Final = 8  # 4-bit codes in 32 bits
-
-_MOST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The largest magnitude of a code."""
 
 
 def searched_codes(weights: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -26,7 +24,7 @@ def searched_codes(weights: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
     A code is the weight / its scale, rounded to even. Of 26 ways to code a group, the one with the least squared error
     is taken with the scale that is best for its codes, which is then rounded to the dtype (`native/quantize.cpp`).
-    Raises `ValueError` where a weight is not finite.
+    Raises `NotFiniteError`.
     """
     outputs, inputs = weights.shape
     assert weights.stride(1) == 1, "inputs of an output are neighbours"
@@ -45,7 +43,7 @@ def searched_codes(weights: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
     for_all(search, range(0, outputs, step))
     if are_odd:
-        raise ValueError("a weight is not finite")
+        refuse(tuple(weights.shape), weights.dtype)
     return words, scales.to(weights.dtype)
 
 
@@ -54,34 +52,25 @@ def eight_bit_codes(weights: Tensor, dtype: torch.dtype, columns: tuple[int, int
     weights' dtype.
 
     A scale is the largest magnitude of a whole output / that of codes, rounded to the weights' dtype, or one where that
-    is zero. A code is the weight / scale, rounded to even. Raises `ValueError` where a weight is not finite.
+    is zero. A code is the weight / scale, rounded to even. Raises `NotFiniteError`.
     """
     outputs, inputs = weights.shape
     assert weights.stride(1) == 1, "inputs of an output are neighbours"
     codes = torch.empty(outputs, columns[1] - columns[0], dtype=dtype)
-    scales = torch.empty(outputs, 1, dtype=weights.dtype)
-    library, number, step = load_library(), DTYPES[weights.dtype], max(1, AT_ONCE // inputs)
+    scales = torch.empty(outputs, 1, dtype=torch.float32)
+    function, number, step = load_library().native_eight_bit_codes, DTYPES[weights.dtype], max(1, AT_ONCE // inputs)
     are_odd: list[int] = []
 
     def choose(first: int) -> None:
-        rows = slice(first, first + step)
-        whole, own = weights[rows], weights[rows, slice(*columns)]
-        largest = torch.empty(len(whole), 1)
-        if library.native_largest(whole.data_ptr(), number, *whole.shape, whole.stride(0), largest.data_ptr()):
+        own, found, of_rows = weights[first : first + step], codes[first : first + step], scales[first : first + step]
+        sizes = *own.shape, own.stride(0), *columns, int(dtype is not torch.int8)
+        if function(own.data_ptr(), number, *sizes, found.data_ptr(), of_rows.data_ptr()):
             are_odd.append(first)
-            return
-        scales[rows] = largest / _MOST[dtype]
-        scales[rows][scales[rows] == 0] = 1.0
-        if not bool(scales[rows].isfinite().all()):
-            are_odd.append(first)
-        of_rows, is_floating = scales[rows].float(), int(dtype is not torch.int8)
-        sizes = *own.shape, own.stride(0), of_rows.data_ptr(), is_floating
-        library.native_round_codes(own.data_ptr(), number, *sizes, codes[rows].data_ptr())
 
     for_all(choose, range(0, outputs, step))
     if are_odd:
-        raise ValueError("a weight is not finite")
-    return codes, scales
+        refuse(tuple(weights.shape), weights.dtype)
+    return codes, scales.to(weights.dtype)
 
 
 def put_numbers(of: BytesAndScales, out: Tensor, places: NDArray[np.int64]) -> None:

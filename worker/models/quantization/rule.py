@@ -77,14 +77,16 @@ _NORMS: Final = re.compile(r"norm\.weight$")
 
 
 def scheme_for(quantization: Quantization, name: str, shape: tuple[int, ...]) -> WeightScheme | None:
-    """Quantization of the tensor of this name in a plain checkpoint; None: it stays as it is."""
+    """Quantization of the tensor of this name in a plain checkpoint, of each expert's weight where it has those of
+    several; None: it stays as it is.
+    """
     if is_head(name):
         return _OF_HEADS[quantization]
-    is_linear = len(shape) == 2 and name.endswith(".weight")
+    is_linear = (len(shape) == 2 and name.endswith(".weight")) or has_layers_experts(name, shape)
     if not is_linear or not _IN_A_LAYER.search(name) or _ROUTERS.search(name) or _NORMS.search(name):
         return None
     scheme = _OF_LINEARS[quantization]
-    return INT8 if scheme is INT4 and shape[1] % GROUP else scheme
+    return INT8 if scheme is INT4 and shape[-1] % GROUP else scheme
 
 
 def is_head(name: str) -> bool:

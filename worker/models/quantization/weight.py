@@ -35,6 +35,8 @@ class QuantizedWeight(StoredMatrix):
     """[inputs of the whole weight], int64: the group of each."""
     is_in_file: bool = True
     """The codes lie in a file, and were not made here."""
+    made_of: StoredMatrix | None = None
+    """See `StoredMatrix`."""
 
     @property
     def mapped(self) -> Tensor:

@@ -80,6 +80,7 @@ class Product(PackedModel):
         self._slices = slices
         self._pool = library.native_pool_create(1, -1, None)
         self._compactor = Compactor(library, self._pool) if compacts else None
+        self._keeps_codes = compacts
         self._outputs = len(weight) if rows is None else len(rows)
         self.native = self._linear(linear, slices=slices, rows=rows)
         self.native.outputs = self.native.groups * GROUP

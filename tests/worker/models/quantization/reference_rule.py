@@ -92,6 +92,12 @@ STAY = re.compile(r"embed|norm|conv1d|router|gate$|\.wg$")
 """Modules of two dimensions whose weights stay as they are."""
 
 
+def as_linear(weight: torch.Tensor, quantization: str) -> torch.Tensor:
+    """Numbers of a linear's codes."""
+    fits = quantization != "int4" or weight.shape[1] % GROUP == 0
+    return numbers_of((OF_LINEARS[quantization] if fits else eight_bits)(weight))
+
+
 def dequantized(folder: Path, quantization: str, where: Path) -> Path:
     """What a plain folder becomes: its linears and its head are coded, and the head is no table any more."""
     shutil.copytree(folder, where)
@@ -104,8 +110,9 @@ def dequantized(folder: Path, quantization: str, where: Path) -> Path:
         if module.endswith(("lm_head", "embed_out")):
             tensors[name] = numbers_of(OF_HEADS[quantization](values))
         elif module != name and ".layers." in name and values.dim() == 2 and not STAY.search(module):
-            fits = quantization != "int4" or values.shape[1] % GROUP == 0
-            tensors[name] = numbers_of((OF_LINEARS[quantization] if fits else eight_bits)(values))
+            tensors[name] = as_linear(values, quantization)
+        elif ".layers." in name and values.dim() == 3 and 1 not in values.shape:  # experts in one tensor
+            tensors[name] = torch.stack([as_linear(expert, quantization) for expert in values])
     save_file(tensors, where / "model.safetensors", {"format": "pt"})
     set_config(where, tie_word_embeddings=False)
     return where

@@ -107,6 +107,75 @@ void coded_rows(const F* rows, long stride, int count, const CodedPanel& panel, 
   else if constexpr (R < most_in_registers<F>)
     coded_rows<F, R + 1>(rows, stride, count, panel, first, end, out, out_stride);
 }
+#elif !defined(NATIVE_PAIRS)
+// Numbers of two inputs of 8 outputs, whose codes lie in turns, in float32.
+NATIVE_INLINE void code_numbers(const uint8_t* codes, Wide scales, Wide& even, Wide& odd) {
+  const __m128i both = _mm_loadu_si128((const __m128i*)codes), kept = _mm_set1_epi16((short)0xbf80);
+  const __m128i low = _mm_and_si128(_mm_srai_epi16(_mm_slli_epi16(both, 8), 1), kept);
+  const __m128i high = _mm_and_si128(_mm_srai_epi16(both, 1), kept);
+  even = kept_in_bf16(wide_times(_mm256_cvtph_ps(low), scales));
+  odd = kept_in_bf16(wide_times(_mm256_cvtph_ps(high), scales));
+}
+
+// out [R][32] = rows [R] times k tiles [first, end) of a panel.
+template <int R>
+__attribute__((noinline)) void add_coded(const float* rows, long stride, const CodedPanel& panel, int first, int end,
+                                         float* out, long out_stride) {
+  Wide totals[4][R];
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++)
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) totals[c][r] = wide_zero();
+  for (int k = first; k < end; k++)
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+      const uint8_t* line = panel.tile(2 * k + c / 2) + c % 2 * 16;
+      const Wide scales = wide_load(panel.scales(k) + c * 8);
+      Wide even[R], odd[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) even[r] = odd[r] = wide_zero();
+#pragma GCC unroll 4
+      for (int step = 0; step < LINES_OF_TILE; step++, line += LINE_OF_TILE) {
+        if (c % 2 == 0 && step % 2 == 0) _mm_prefetch((const char*)line + PREFETCH_BYTES, _MM_HINT_T0);
+        Wide e, o;
+        code_numbers(line, scales, e, o);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+          const float* x = rows + r * stride + k * K_TILE + 2 * step;
+          even[r] = wide_fma(wide_all(x), e, even[r]);
+          odd[r] = wide_fma(wide_all(x + 1), o, odd[r]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) totals[c][r] = wide_add(totals[c][r], wide_add(even[r], odd[r]));
+    }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < 4; c++) wide_store(out + r * out_stride + c * 8, totals[c][r]);
+}
+
+template <int R = 1>
+void coded_rows(const float* rows, long stride, int count, const CodedPanel& panel, int first, int end, float* out,
+                long out_stride) {
+  if (count == R) add_coded<R>(rows, stride, panel, first, end, out, out_stride);
+  else if constexpr (R < FEW_ROWS) coded_rows<R + 1>(rows, stride, count, panel, first, end, out, out_stride);
+}
+
+// Both tiles of k tiles [first, first + count) of a panel, in float32 as `widen_tile` leaves them.
+NATIVE_INLINE void widen_coded(const CodedPanel& panel, int first, int count, float* out) {
+  for (int i = 2 * first; i < 2 * (first + count); i++, out += TILE)
+    for (int half = 0; half < 16; half += 8) {
+      const uint8_t* line = panel.tile(i) + 2 * half;
+      const Wide scales = wide_load(panel.scales(i / 2) + i % 2 * 16 + half);
+#pragma GCC unroll 4
+      for (int pair = 0; pair < LINES_OF_TILE; pair++, line += LINE_OF_TILE) {
+        if (half == 0 && pair % 2 == 0) _mm_prefetch((const char*)line + FAR_BYTES, _MM_HINT_T0);
+        Wide even, odd;
+        code_numbers(line, scales, even, odd);
+        wide_store(out + pair * 32 + half, even), wide_store(out + pair * 32 + 16 + half, odd);
+      }
+    }
+}
 #endif
 
 }  // namespace

@@ -233,6 +233,13 @@ NATIVE_INLINE Wide wide_all(const float* p) { return _mm256_broadcast_ss(p); }
 NATIVE_INLINE Wide wide_zero() { return _mm256_setzero_ps(); }
 NATIVE_INLINE Wide wide_add(Wide a, Wide b) { return _mm256_add_ps(a, b); }
 NATIVE_INLINE Wide wide_times(Wide a, Wide b) { return _mm256_mul_ps(a, b); }
+// The bfloat16 that is nearest, ties to even, of numbers that are no NaN.
+NATIVE_INLINE Wide kept_in_bf16(Wide x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32((int)0xffff0000)));
+}
 NATIVE_INLINE Wide wide_fma(Wide a, Wide b, Wide c) { return _mm256_fmadd_ps(a, b, c); }
 NATIVE_INLINE Wide even_of(const Bf16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16));

@@ -91,25 +91,31 @@ template <int N, class W> NATIVE_INLINE Columns<W, N> columns_of(const W* w, int
   return columns;
 }
 
-// sums [count][32] (+)= rows times some k tiles of a panel. `FAR`: as in `add_many`, like `next` and `bytes`.
+// sums [count][32] (+)= rows times some k tiles of a panel, as factors. `FAR`: as in `add_many`, like `next` and `bytes`.
+template <bool FAR, class F, class W>
+NATIVE_INLINE void add_factors(const F* rows, long stride, int count, const W* panel, int tiles, float* sums,
+                               bool begun, const void* next, long bytes) {
+  const int N = columns_in<FMA_COLUMNS>();
+  for (int col = 0; col < 2; col += N) {
+    const void* then = col + N >= 2 ? next : nullptr;
+    add_many<FMA_COLUMNS, FAR>(rows, stride, count, columns_of<N>(panel, tiles, col, 0), tiles, sums + col * 16, GROUP,
+                               begun, then, bytes);
+  }
+}
+
+// The same of a panel whose tiles may have to be widened first.
 template <bool FAR, class F, class W>
 NATIVE_INLINE void add_panel(const F* rows, long stride, int count, const W* panel, int tiles, float* sums, bool begun,
                              float* widened, const void* next, long bytes) {
-  const int N = columns_in<FMA_COLUMNS>();
-  if (!FactorOf<W>::AS_THEY_LIE)
+  if constexpr (FactorOf<W>::AS_THEY_LIE) {
+    add_factors<FAR>(rows, stride, count, panel, tiles, sums, begun, next, bytes);
+  } else {
     for (int i = 0; i < tiles * 2; i++) {
       if (FAR && count <= FMA_ROWS)
         for (int step = 0; step < 16; step++) fetch_ahead<16>(panel + i * TILE, step, FAR_BYTES);
       widen_tile(panel + i * TILE, widened + i * TILE);
     }
-  for (int col = 0; col < 2; col += N) {
-    const void* then = col + N >= 2 ? next : nullptr;
-    if constexpr (FactorOf<W>::AS_THEY_LIE)
-      add_many<FMA_COLUMNS, FAR>(rows, stride, count, columns_of<N>(panel, tiles, col, 0), tiles, sums + col * 16,
-                                 GROUP, begun, then, bytes);
-    else
-      add_many<FMA_COLUMNS, false>(rows, stride, count, columns_of<N>((const float*)widened, tiles, col, 0), tiles,
-                                   sums + col * 16, GROUP, begun, then, bytes);
+    add_factors<false>(rows, stride, count, (const float*)widened, tiles, sums, begun, next, bytes);
   }
 }
 
@@ -248,7 +254,28 @@ void compact_product(Scratch& scratch, const Packed<Bf16>& w, int group, const I
   }
 }
 
-// Of weights in codes; of more than a few rows, some tiles of a panel at a time are read into the first cache.
+// A piece of a panel in codes: k tiles [from, from + tiles), which are read into the first cache.
+template <class F>
+NATIVE_INLINE void coded_piece(Scratch& scratch, const InputRows<Bf16>& in, const CodedPanel& panel, int from,
+                               int tiles, float* out, bool begun) {
+#if !defined(__AVX512F__) && !defined(NATIVE_PAIRS)
+  if (in.factors) {
+    widen_coded(panel, from, tiles, scratch.widened);
+    return add_factors<false>(in.factors + (long)from * K_TILE, in.factor_stride, in.count,
+                              (const float*)scratch.widened, tiles, out, begun, nullptr, 0);
+  }
+#endif
+  read_coded<FAR_BYTES>(panel, from, tiles, scratch.read);
+#ifdef NATIVE_TILES
+  if (!in.factors)
+    return pass_rows(scratch.tiles, in.rows + (long)from * K_TILE, in.stride, in.count, scratch.read, 0, tiles, out,
+                     begun, nullptr);
+#endif
+  add_panel<false>(in.factors + factors_in<F>((long)from * K_TILE), in.factor_stride, in.count, scratch.read, tiles,
+                   out, begun, scratch.widened, nullptr, 0);
+}
+
+// Of weights in codes: few rows in registers, more by pieces.
 template <class F>
 void coded_product(Scratch& scratch, const Packed<Bf16>& w, int group, const InputRows<Bf16>& in, int first, int end,
                    float* sums) {
@@ -261,20 +288,14 @@ void coded_product(Scratch& scratch, const Packed<Bf16>& w, int group, const Inp
       coded_rows<F>(in.factors, in.factor_stride, in.count, panel, first, end, out, GROUP);
       continue;
     }
-#endif
-    for (int from = first; from < end; from += piece) {
-      const int tiles = std::min(end - from, piece);
-      read_coded<FAR_BYTES>(panel, from, tiles, scratch.read);
-#ifdef NATIVE_TILES
-      if (!in.factors) {
-        pass_rows(scratch.tiles, in.rows + (long)from * K_TILE, in.stride, in.count, scratch.read, 0, tiles, out,
-                  from > first, nullptr);
-        continue;
-      }
-#endif
-      add_panel<false>(in.factors + factors_in<F>((long)from * K_TILE), in.factor_stride, in.count, scratch.read, tiles,
-                       out, from > first, scratch.widened, nullptr, 0);
+#elif !defined(NATIVE_PAIRS)
+    if (in.factors && in.count <= FEW_ROWS) {
+      coded_rows(in.factors, in.factor_stride, in.count, panel, first, end, out, GROUP);
+      continue;
     }
+#endif
+    for (int from = first; from < end; from += piece)
+      coded_piece<F>(scratch, in, panel, from, std::min(end - from, piece), out, from > first);
   }
 }
 

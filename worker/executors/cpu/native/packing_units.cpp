@@ -96,11 +96,12 @@ void pack_all_units(const void* argument, holdfast::Run& run) {
   holdfast::tasks(run, (int)job.panels, [&](int panel) {
     char* out = job.out + panel * s.panel_bytes();
     memset(out, 0, s.panel_bytes());
-    for (int place = 0; place < OUTPUTS; place++) {
-      const long n = panel * (long)OUTPUTS + place;
-      for (int u = 0; s.codes[n] && u < s.units; u++) pack_unit(s, n, place, u, out + u * unit_bytes);
-      if (s.codes[n] && s.num_factors) pack_factors(s, n, place, out + s.units * unit_bytes);
-    }
+    const long first = panel * (long)OUTPUTS;
+    for (int u = 0; u < s.units; u++)
+      for (int place = 0; place < OUTPUTS; place++)
+        if (s.codes[first + place]) pack_unit(s, first + place, place, u, out + u * unit_bytes);
+    for (int place = 0; s.num_factors && place < OUTPUTS; place++)
+      if (s.codes[first + place]) pack_factors(s, first + place, place, out + s.units * unit_bytes);
   });
 }
 

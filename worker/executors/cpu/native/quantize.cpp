@@ -175,6 +175,19 @@ __m256 some_loaded(const void* p, long i, int dtype, long count) {
   return loaded(room, 0, dtype);
 }
 
+// The largest magnitude of a row of numbers. Returns false where one is not finite.
+bool largest_of_row(const void* p, int dtype, long first, long columns, float& largest) {
+  const __m256 end = _mm256_set1_ps(FLT_MAX), sign = _mm256_set1_ps(-0.0f);
+  __m256 most = _mm256_setzero_ps(), odd = most;
+  for (long k = 0; k < columns; k += 8) {
+    const __m256 magnitude = _mm256_andnot_ps(sign, some_loaded(p, first + k, dtype, columns - k));
+    most = _mm256_max_ps(most, magnitude);
+    odd = _mm256_or_ps(odd, _mm256_cmp_ps(magnitude, end, _CMP_NLE_UQ));
+  }
+  largest = largest_of(most);
+  return !_mm256_movemask_ps(odd);
+}
+
 // Numbers of codes: a code's value less the zero point, times the scale, each rounded to float32, and then to the dtype.
 struct NumberTable {
   const float* values;  // [256]
@@ -211,38 +224,27 @@ struct NumberTable {
 
 extern "C" {
 
-// The largest magnitude of each row of weights [rows, columns], `stride` numbers from row to row: out [rows]. Returns 1
-// where a weight is not finite.
-int native_largest(const void* weights, int dtype, long rows, long columns, long stride, float* out) {
-  const __m256 end = _mm256_set1_ps(FLT_MAX), sign = _mm256_set1_ps(-0.0f);
+// Codes of 8 bits of columns [first, last) of weights [rows, columns], `stride` numbers from row to row: out [rows,
+// last - first]: E4M3 if `floating`, else whole numbers. And scales [rows], numbers of the weights' dtype, of all columns.
+// Returns 1 where a weight is not finite.
+int native_eight_bit_codes(const void* weights, int dtype, long rows, long columns, long stride, long first, long last,
+                           int floating, uint8_t* codes, float* scales) {
+  const float most = floating ? 448 : 127;
   for (long r = 0; r < rows; r++) {
-    __m256 most = _mm256_setzero_ps(), odd = most;
-    for (long k = 0; k < columns; k += 8) {
-      __m256 magnitude = _mm256_andnot_ps(sign, some_loaded(weights, r * stride + k, dtype, columns - k));
-      most = _mm256_max_ps(most, magnitude);
-      odd = _mm256_or_ps(odd, _mm256_cmp_ps(magnitude, end, _CMP_NLE_UQ));
+    float largest;
+    if (!largest_of_row(weights, dtype, r * stride, columns, largest)) return 1;
+    scales[r] = rounded(largest / most, dtype);
+    if (scales[r] == 0) scales[r] = 1;
+    uint8_t* out = codes + r * (last - first);
+    for (long k = first; k < last; k += 8, out += 8) {
+      const long count = last - k;
+      uint8_t room[8];
+      write_eight(some_loaded(weights, r * stride + k, dtype, count), _mm256_set1_ps(scales[r]), _mm256_set1_ps(most),
+                  floating, count < 8 ? room : out);
+      if (count < 8) memcpy(out, room, count);
     }
-    if (_mm256_movemask_ps(odd)) return 1;
-    out[r] = largest_of(most);
   }
   return 0;
-}
-
-// Codes of 8 bits [rows, columns] of weights, and scales [rows]: E4M3 if `floating`, else whole numbers.
-void native_round_codes(const void* weights, int dtype, long rows, long columns, long stride, const float* scales,
-                        int floating, uint8_t* codes) {
-  const __m256 most = _mm256_set1_ps(floating ? 448 : 127);
-  for (long r = 0; r < rows; r++) {
-    const __m256 scale = _mm256_set1_ps(scales[r]);
-    uint8_t* out = codes + r * columns;
-    for (long k = 0; k < columns; k += 8) {
-      const long count = columns - k;
-      uint8_t room[8];
-      write_eight(some_loaded(weights, r * stride + k, dtype, count), scale, most, floating,
-                  count < 8 ? room : out + k);
-      if (count < 8) memcpy(out + k, room, count);
-    }
-  }
 }
 
 // Numbers of codes of 8 bits [rows, columns], `stride` bytes from row to row; `values` [256] says what each stands for.
