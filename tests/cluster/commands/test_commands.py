@@ -1,3 +1,4 @@
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,17 @@ def test_estimate_says_what_a_model_needs(tiny_model: Path, capsys: pytest.Captu
     assert "85 blocks" in shown
     assert "5 sequences of 256 tokens" in shown
     assert "fewer than 162,760 | 1,627,604 | 16,276,041 tokens a second" in shown, "125 MB/s are so many times 768 B"
+
+
+def test_estimate_says_the_scheme_and_its_memory(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+    memory = []
+    for scheme in ("none", "int8", "int4"):
+        asked = [] if scheme == "none" else ["--quantization", scheme]
+        assert run(["estimate", str(tiny_model), "--dtype", "bfloat16", *asked]) == 0
+        (found,) = re.findall(r"^weights +([0-9.]+) KiB, quantization (.*)$", capsys.readouterr().out, re.MULTILINE)
+        memory.append(float(found[0]))
+        assert found[1].startswith(scheme)
+    assert memory[0] > memory[1] > memory[2]
 
 
 def test_estimate_says_nothing_of_transfers_where_there_are_none(tiny_model: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import signal
 import socket
@@ -221,6 +222,13 @@ def test_a_machine_that_can_serve_has_nothing_bad():
         "tokenizer of demo",
         "memory",
     } <= found.keys()
+
+
+def test_the_weights_are_shown_with_their_quantization_and_memory():
+    assert re.fullmatch(r"quantization none, [0-9.]+ MiB in memory", findings(cluster__port=0)["weights of demo"].found)
+    found = findings(cluster__port=0, model__quantization="int4")["weights of demo"]
+    assert re.fullmatch(r"quantization int4 g32 at load, [0-9.]+ MiB in memory", found.found)
+    assert found.level is Level.GOOD
 
 
 def test_whatever_is_bad_says_what_to_do():

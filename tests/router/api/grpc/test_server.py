@@ -129,6 +129,7 @@ async def test_models_and_load_are_reported():
         (model,) = (await place.stub.ListModels(inference_pb2.ListModelsRequest())).models
         assert (model.name, model.num_replicas, model.max_model_len, model.vocab_size) == ("fake", 2, 100_000, 256)
         assert (model.tensor_parallel_size, model.row_invariant) == (2, True)
+        assert (model.quantization, model.weight_bytes) == ("GGUF Q4_1", 3 << 20)
         load = await place.stub.GetLoad(inference_pb2.GetLoadRequest())
         assert (load.num_queued, load.num_open) == (0, 0)
         assert sorted(replica.replica_id for replica in load.replicas) == ["r0", "r1"]

@@ -51,6 +51,7 @@ async def test_requests_are_counted_by_their_ends_and_tokens_through_all_apis():
         assert message["http_responses_total", "/v1/chat/completions", "400"] == 1
         assert (message["requests_open",], message["requests_queued",], message["model_replicas", "fake"]) == (0, 0, 2)
         assert message["replica_kv_cache_usage_ratio", "fake", "one"] == 0
+        assert message["model_weight_bytes", "fake", "GGUF Q4_1"] == 3 << 20
         assert message["queue_time_seconds_count", "normal", "fake", "router"] == 4
         assert message["requests_queued_by_class", "normal", "fake"] == 0
         assert message["vllm:num_requests_waiting", "fake"] == 0

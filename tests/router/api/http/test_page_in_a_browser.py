@@ -168,6 +168,7 @@ def test_nothing_of_the_replicas_is_cut_at_any_width_and_an_empty_chat_offers_so
     async def run() -> None:
         async with opened(*await two_replicas(), config=RouterConfig(killable=True)) as page:
             await page.until(lambda: len(page.find("#replicas .kill")) == 2)
+            assert page.find("#weights")[0].text == "fake: quantization GGUF Q4_1, 3.0 MiB of weights a replica"
             for width in WIDTHS:
                 await page.resize(width)
                 assert await page.run(LONG_STEPS + OUTSIDE) == [], width
