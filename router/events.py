@@ -2,8 +2,8 @@
 (`worker/step_update.py`, `worker/model_info.py`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from holdfast.router.generation import OutputDelta
@@ -98,9 +98,11 @@ class SendTakePins:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendAhead:
-    """Tell a replica of a request that comes once its block source has computed the prompt: it fetches the blocks."""
+    """Tell a replica of a request that comes later, from its block source: it fetches the blocks."""
 
     replica_id: str
+    attempt: int
+    """The attempt that runs at the source."""
     request: EngineRequest
 
 
@@ -171,6 +173,10 @@ class ReplicaLoad:
     """Whether it gets no new requests."""
     num_ranks: int = 1
     """Tensor-parallel ranks."""
+    role: str = ""
+    """Value of its `Role`; empty where replicas of its model have none."""
+    received_from: Mapping[str, int] = field(default_factory=dict)
+    """Tokens whose blocks came from other replicas, by their ids, or by the addresses of ids that are not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

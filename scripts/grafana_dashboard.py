@@ -191,6 +191,16 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 ),
             ),
             Panel(
+                "Tokens sent from replica to replica",
+                "short",
+                (
+                    (
+                        "{{sender}} to {{replica}}",
+                        f"max by (sender, replica) (rate(holdfast_transferred_tokens_total{MODEL}[$__rate_interval]))",
+                    ),
+                ),
+            ),
+            Panel(
                 "Step time, p95",
                 "s",
                 (

@@ -2,7 +2,7 @@
 
 import hashlib
 from bisect import bisect_right
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Final, Self
 
@@ -148,6 +148,26 @@ class ModelInfo:
         """
         parts = (self.model_type, self.release, self.numerics, self.quantization, self.block_size, form, *more)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+    @property
+    def kv_version(self) -> str:
+        """The version but for the number of ranks: replicas that share it compute the same keys and values, unless
+        their machines round differently.
+        """
+        return self._of_one_rank.version
+
+    def transfer_kind(self, block_size: int = 0) -> bytes:
+        """Digest (16 bytes) of all inputs of keys and values except tokens, however they are cut over ranks and blocks:
+        the model and its release, arithmetic and quantization, and the measurements of its replica. `block_size` where
+        blocks must have as many tokens too.
+        """
+        return replace(self, block_size=block_size).block_kind("", self._of_one_rank.fingerprint)
+
+    @property
+    def _of_one_rank(self) -> Self:
+        """The same on one rank, if a known answer tells whether that has the same bits."""
+        is_known = self.row_invariant and self.answers_digest
+        return replace(self, tensor_parallel_size=1) if is_known else self
 
     @cached_property
     def window(self) -> Window | None:

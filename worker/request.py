@@ -159,7 +159,9 @@ class StoredPin(NamedTuple):
 
 
 class BlockSource(NamedTuple):
-    """Another replica of the same version that has blocks of a request's prefix. Advice, which may be wrong."""
+    """Another replica that has blocks of a request's prefix, with the same keys and values. Advice, which may be
+    wrong.
+    """
 
     address: str
     """Address of its link."""
@@ -167,6 +169,10 @@ class BlockSource(NamedTuple):
     """Tokens, from the first one on, whose blocks it has."""
     is_computing: bool = False
     """Whether it computes them now, and has them one after the other."""
+    block_size: int = 0
+    """Tokens of its blocks; 0: as many as here."""
+    is_leaving: bool = False
+    """Whether it leaves, and its requests go where their blocks go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

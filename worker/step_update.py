@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.model_info import ReplicaFacts
@@ -125,6 +125,10 @@ class EngineStats:
     """Bytes still to be written to the disk, on the leading rank."""
     num_received_tokens: int = 0
     """Tokens among `num_prefix_hit_tokens`, or of a preempted request, whose blocks came from another replica."""
+    received_tokens_from: Mapping[str, int] = field(default_factory=dict)
+    """The same by the address of the other replica's link; of the last senders."""
+    num_cut_transfers: int = 0
+    """Transfers from other replicas that did not bring all that was asked for: refused, late, cut or damaged."""
     num_sent_blocks: int = 0
     """Blocks and snapshots that were copied for other replicas."""
     received_bytes: int = 0
@@ -246,6 +250,15 @@ class Rejection:
     error: HoldfastError
 
 
+class FetchedAhead(NamedTuple):
+    """Blocks that were fetched for a request that comes later, as far as they could be."""
+
+    attempt: Any
+    """Key of its attempt that runs elsewhere."""
+    num_tokens: int
+    """Tokens whose blocks are cached now, from the first one on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepUpdate:
     """Results of one turn of the engine for one listener's requests, and the engine's load after it."""
@@ -258,6 +271,7 @@ class StepUpdate:
     rejections: Sequence[Rejection] = ()
     cache: CacheChanges = NO_CHANGES
     """Changes of the cache since the last update, for a listener that follows it."""
+    fetched_ahead: Sequence[FetchedAhead] = ()
     stats: EngineStats | None = None
     """Statistics in a listener's first update, whenever the engine has fallen idle, and each `STATS_EVERY_STEPS` steps.
     """

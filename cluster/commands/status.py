@@ -5,6 +5,7 @@ the statistics of its replicas.
 import asyncio
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -108,7 +109,18 @@ def view(routers: list[RouterStatus]) -> Any:
     replicas = Table(*head, box=None, pad_edge=False)
     for replica in sorted(answering.load.replicas, key=lambda one: (one.model, one.replica_id)):
         replicas.add_row(*_replica_row(replica))
-    return Group(*shown, Text(), models, Text(), replicas)
+    return Group(*shown, Text(), models, Text(), replicas, *map(Text, _transfer_lines(answering.load.replicas)))
+
+
+def _transfer_lines(replicas: Iterable[Any]) -> list[str]:
+    """Lines of blocks that went from replica to replica, the most first, after an empty one."""
+    pairs = [
+        (num_tokens, sender, replica.replica_id)
+        for replica in replicas
+        for sender, num_tokens in replica.received_tokens_from.items()
+    ]
+    lines = [f"{sender} -> {receiver}: {count:,} tokens" for count, sender, receiver in sorted(pairs, reverse=True)]
+    return ["", "blocks sent between replicas", *lines] if lines else []
 
 
 def _router_lines(router: RouterStatus) -> list[tuple[str, str]]:
@@ -146,7 +158,8 @@ def _store_line(store: Any) -> str:
 def _replica_row(replica: Any) -> list[str]:
     used = replica.num_total_blocks - replica.num_free_blocks
     cache = f"{used / replica.num_total_blocks:.0%} of {replica.num_total_blocks}" if replica.num_total_blocks else "-"
-    row = [f"{replica.model} {replica.replica_id}", str(replica.num_running), str(replica.num_waiting), cache]
+    name = f"{replica.model} {replica.replica_id}" + (f" ({replica.role})" if replica.role else "")
+    row = [name, str(replica.num_running), str(replica.num_waiting), cache]
     if not replica.HasField("stats"):
         return [*row, "-", "-", "-"]
     stats = replica.stats

@@ -95,7 +95,7 @@ class LocalReplica:
         """There is no other replica that could leave."""
 
     def fetch_ahead(self, action: SendAhead) -> None:
-        self._replica.engine.fetch_ahead(action.request)
+        self._replica.engine.fetch_ahead(action.request, self, action.attempt)
 
     # --- on the engine's thread ---
 

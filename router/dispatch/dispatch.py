@@ -226,6 +226,8 @@ class Dispatch:
         replica = self.registry.replicas.get(replica_id)
         if replica is None:
             return []
+        for fetched in update.fetched_ahead:
+            self._placement.live_moves.note_fetched(fetched)
         actions = self._step_outputs.take(replica, update, now)
         return actions + self._drain(replica.facts.model, now)
 

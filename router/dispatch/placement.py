@@ -7,6 +7,7 @@ from typing import Final
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import AdmissionQueue
 from holdfast.router.dispatch.failures import Quarantine
+from holdfast.router.dispatch.live_moves import LiveMoves
 from holdfast.router.dispatch.policy import LOAD_BOUND
 from holdfast.router.dispatch.replica_registry import ReplicaRegistry
 from holdfast.router.dispatch.replica_state import ReplicaState
@@ -19,7 +20,7 @@ from holdfast.router.events import Action, SendAbort, SendAhead, SendSubmit
 from holdfast.router.token_bucket import TokenBucket
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import CapacityError, Fault, HoldfastError
-from holdfast.worker.request import NUM_STEPS_TO_CLEAR, BlockSource, PoisonRisk
+from holdfast.worker.request import NUM_STEPS_TO_CLEAR, PoisonRisk
 
 MAX_FULL_S: Final = 1.0
 """Longest time that a replica gets no new requests after it refused one for lack of room."""
@@ -46,6 +47,7 @@ class Placement:
         self._retry_share = config.retry_share
         self._registry = registry
         self._requests = requests
+        self.live_moves = LiveMoves(registry)
         self.prefilled: dict[RequestState, None] = {}
         """Requests whose prompt was computed by a replica that hands them over; ended ones are dropped when they are
         next looked at.
@@ -65,12 +67,20 @@ class Placement:
         return replica
 
     def send(
-        self, state: RequestState, replica: ReplicaState, now: float, event: RequestEvent = RequestEvent.SEND
+        self,
+        state: RequestState,
+        replica: ReplicaState,
+        now: float,
+        event: RequestEvent = RequestEvent.SEND,
+        *,
+        has_blocks: bool = False,
     ) -> SendSubmit:
-        """Begins an attempt: the request continues after its output so far."""
+        """Begins an attempt: the request continues after its output so far. `has_blocks`: the replica needs no source
+        of blocks.
+        """
         self.stats.note_sent(state, replica.facts.replica_id, now)
         source = None
-        if replica.facts.transfers_blocks and (state.replica_id or state.prefix_match.holders):
+        if not has_blocks and replica.facts.transfers_blocks and (state.replica_id or state.prefix_match.holders):
             source = self._registry.block_source(state, replica)
         attempt = self._requests.begin_attempt(state, replica, event, now)
         if replica.breaker.num_failures:
@@ -86,9 +96,10 @@ class Placement:
         target = self._registry.get(state.next_replica_id)
         if target is None or replica.role is not Role.PREFILL or not replica.sends_blocks_to(target):
             return []
-        source = BlockSource(replica.facts.address, len(state.request.prompt_token_ids), is_computing=True)
+        assert state.attempt is not None, "it was just sent"
+        source = replica.as_source(len(state.request.prompt_token_ids), target, is_computing=True)
         later = state.continuation(block_source=source)
-        return [SendAhead(replica_id=target.facts.replica_id, request=later)]
+        return [SendAhead(replica_id=target.facts.replica_id, attempt=state.attempt.number, request=later)]
 
     def drain(self, model: str, now: float) -> list[Action]:
         """Moves requests off retiring replicas, then sends waiting requests while there is room."""
@@ -319,15 +330,15 @@ class Placement:
             return chosen
         return planned if planned.score <= LOAD_BOUND * chosen.score + 1 else chosen
 
-    def _move(self, state: RequestState, target: ReplicaState, now: float) -> list[Action]:
+    def _move(self, state: RequestState, target: ReplicaState, now: float, *, has_blocks: bool = False) -> list[Action]:
         """Ends an attempt, and begins one on another replica."""
         attempt = self._requests.withdraw_attempt(state)
         self.stats.note_taken_back(state, RequestEvent.MOVE, now)
         abort = SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number)
-        return [abort, self.send(state, target, now, RequestEvent.MOVE)]
+        return [abort, self.send(state, target, now, RequestEvent.MOVE, has_blocks=has_blocks)]
 
     def _vacate(self, model: str, now: float) -> list[Action]:
-        """Moves requests off retiring replicas. If no other replica has room, they stay.
+        """Moves requests off retiring replicas, or their blocks first. If no other replica has room, they stay.
 
         A suspect without an eligible replica does not block other requests; neither does a request that is bound to a
         version.
@@ -337,7 +348,7 @@ class Placement:
         for replica in self._registry.retiring_of(model):
             for state in self._requests.on(replica):
                 version = self._version(state)
-                if version in full:
+                if version in full or self.live_moves.has_to_wait(state, now):
                     continue
                 target = self._choose(state)
                 if target is None and state.status is RequestStatus.ON_TRIAL:
@@ -347,5 +358,9 @@ class Placement:
                     continue
                 if target is None:
                     return actions
-                actions += self._move(state, target, now)
+                advice = self.live_moves.advise(state, target, now)
+                if isinstance(advice, SendAhead):
+                    actions.append(advice)
+                else:
+                    actions += self._move(state, advice.target, now, has_blocks=advice.has_blocks)
         return actions

@@ -21,6 +21,7 @@ from holdfast.worker.errors import UnknownModelError
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import BlockSource, EngineLoad
 
+MAX_ADDRESSES: Final = 10_000  # of replicas that are up or were lost
 MAX_MISSING: Final = 100
 """Versions without a replica that a model remembers."""
 
@@ -44,6 +45,8 @@ class ReplicaRegistry:
         self.asleep: Mapping[str, float] = {}
         """Models that the autoscaler may leave without replicas, with the seconds that requests wait for one."""
         self._operator_state = NO_OPERATOR_STATE
+        self._ids: dict[str, str] = {}
+        """Ids by the addresses of links, also of replicas that were lost: their blocks may have gone to others."""
 
     def add(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> None:
         """A replica came up. It must not be up already."""
@@ -58,6 +61,9 @@ class ReplicaRegistry:
         max_waiting, max_ttft_s = self._config.max_waiting_per_replica, self._config.max_ttft_s
         replica = ReplicaState(facts, load, breaker, model.table, max_waiting, max_ttft_s)
         self.replicas[facts.replica_id] = model.by_slot[replica.slot] = replica
+        self._ids[facts.address] = facts.replica_id
+        if len(self._ids) > MAX_ADDRESSES:
+            del self._ids[next(iter(self._ids))]
         model.replicas.append(replica)
         model.refresh(now)
         self._refresh_statuses()
@@ -185,7 +191,7 @@ class ReplicaRegistry:
             for slot in set_bits(mask):
                 replica = model.by_slot.get(slot)
                 if replica is not None and replica is not target and replica.sends_blocks_to(target):
-                    return BlockSource(replica.facts.address, num_tokens)
+                    return replica.as_source(num_tokens, target)
         return None
 
     def retire(self, replica: ReplicaState, is_retiring: bool) -> list[SendTakePins]:
@@ -205,7 +211,7 @@ class ReplicaRegistry:
         actions = []
         for replica in self.retiring.values():
             others = self._models[replica.facts.model].replicas
-            heirs = [one for one in others if not one.is_retiring and replica.sends_blocks_to(one)]
+            heirs = [one for one in others if not one.is_retiring and replica.hands_pins_to(one)]
             if heirs and replica.heir not in heirs:
                 replica.heir = min(heirs, key=lambda one: (-one.facts.num_blocks, one.facts.replica_id))
                 actions.append(SendTakePins(replica_id=replica.heir.facts.replica_id, address=replica.facts.address))
@@ -273,9 +279,20 @@ class ReplicaRegistry:
                 version=replica.version,
                 is_retiring=replica.is_retiring,
                 num_ranks=replica.facts.tensor_parallel_size,
+                role=replica.role.value if self._models[replica.facts.model].has_roles else "",
+                received_from=self._senders(replica),
             )
             for replica_id, replica in self.replicas.items()
         )
+
+    def _senders(self, replica: ReplicaState) -> dict[str, int]:
+        """Tokens that a replica has received, by the senders' ids."""
+        found = {} if replica.stats is None else replica.stats.received_tokens_from
+        by_id: dict[str, int] = {}
+        for address, num_tokens in found.items():
+            sender = self._ids.get(address, address)
+            by_id[sender] = by_id.get(sender, 0) + num_tokens
+        return by_id
 
     def _shared(self, state: ModelState, snapshot: RoutingSnapshot, key: str) -> RoutingSnapshot:
         """A model's replicas for a request, where a canary gets a share."""

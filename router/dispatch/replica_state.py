@@ -12,7 +12,7 @@ from holdfast.router.dispatch.policy import CLOSED, TOKENS_PER_SEQUENCE, Slot
 from holdfast.router.dispatch.prefix_index import PrefixIndex
 from holdfast.router.dispatch.roles import MOVE_BYTE_S, Role, Roles
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
-from holdfast.worker.request import EngineLoad
+from holdfast.worker.request import BlockSource, EngineLoad
 from holdfast.worker.step_update import EngineStats, StepUpdate
 
 _KEPT: Final = 0.95
@@ -68,6 +68,7 @@ class ReplicaState:
     ) -> None:
         self.facts = facts
         self.version, self.fingerprint = facts.version, facts.fingerprint
+        self._kv_version = facts.kv_version
         self.role = Role.BOTH
         self.host = facts.address.rpartition(":")[0]
         self.load = load
@@ -121,8 +122,19 @@ class ReplicaState:
         return self.load.num_waiting_tokens + self._num_sent_tokens
 
     def sends_blocks_to(self, other: "ReplicaState") -> bool:
-        """Whether another replica can take its blocks."""
-        return bool(self.facts.transfers_blocks and self.facts.address) and self.version == other.version
+        """Whether another replica can take its blocks, as far as it is known here."""
+        return bool(self.facts.transfers_blocks and self.facts.address) and self._kv_version == other._kv_version
+
+    def as_source(
+        self, num_tokens: int, other: "ReplicaState", *, is_computing: bool = False, is_leaving: bool = False
+    ) -> BlockSource:
+        """A block source for another replica: this one has, or computes, the blocks of this number of tokens."""
+        size = 0 if self.facts.block_size == other.facts.block_size else self.facts.block_size
+        return BlockSource(self.facts.address, num_tokens, is_computing, size, is_leaving)
+
+    def hands_pins_to(self, other: "ReplicaState") -> bool:
+        """Whether another replica can take its pinned prefixes, of which there are hashes of blocks alone."""
+        return self.sends_blocks_to(other) and self.facts.block_size == other.facts.block_size
 
     def move_token_s(self, sender: "ReplicaState") -> float:
         """Seconds a token whose blocks come from another replica: as measured from its host, else as usual."""

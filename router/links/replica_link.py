@@ -189,7 +189,7 @@ class ReplicaLink:
         self._outbox.put_nowait(take_pins_message(action.address))
 
     def fetch_ahead(self, action: SendAhead) -> None:
-        self._outbox.put_nowait(fetch_ahead_message(action.request))
+        self._outbox.put_nowait(fetch_ahead_message(action.attempt, action.request))
 
     def kill(self) -> None:
         """The replica's process is to end at once, if it was started with that allowed."""

@@ -98,6 +98,15 @@ FAILOVER_METRICS: Final = (
     ),
     Metric("holdfast_model_replicas", G, _MODEL, "Replicas of a model that are up"),
     Metric(
+        "holdfast_replica_role", G, ("model", "replica", "role"), "Always 1: a replica is for prefill, decode or both"
+    ),
+    Metric(
+        "holdfast_transferred_tokens_total",
+        C,
+        ("model", "sender", "replica"),
+        "Tokens whose blocks went from a replica to another one",
+    ),
+    Metric(
         "holdfast_model_state_bytes",
         G,
         ("model",),
@@ -205,6 +214,9 @@ REPLICA_METRICS: Final = (
     ),
     Metric("holdfast_replica_disk_errors_total", C, _REPLICA, "Reads and writes of the block store that failed"),
     Metric("holdfast_replica_received_tokens_total", C, _REPLICA, "Tokens whose blocks came from another replica"),
+    Metric(
+        "holdfast_replica_cut_transfers_total", C, _REPLICA, "Transfers to the replica that did not bring all blocks"
+    ),
     Metric("holdfast_replica_sent_blocks_total", C, _REPLICA, "Blocks that were copied for other replicas"),
     Metric("holdfast_replica_received_bytes_total", C, _REPLICA, "Bytes of blocks that came from other replicas"),
     Metric("holdfast_replica_sent_bytes_total", C, _REPLICA, "Bytes of blocks that went to other replicas"),

@@ -105,6 +105,7 @@ COUNTS: Final = {
 
 TRANSFERS: Final = {
     "num_received_tokens": "received_tokens_total",
+    "num_cut_transfers": "cut_transfers_total",
     "num_sent_blocks": "sent_blocks_total",
     "received_bytes": "received_bytes_total",
     "sent_bytes": "sent_bytes_total",
@@ -149,7 +150,7 @@ def replica_samples(model: str, replica: str, load: EngineLoad, stats: EngineSta
         slots = {"used": stats.num_used_slots, "snapshot": stats.num_cached_slots, "empty": num_empty}
         for state, count in slots.items():
             yield Sample(f"{prefix}state_slots", (*labels, state), count)
-    transfers = stats.received_bytes or stats.sent_bytes, TRANSFERS
+    transfers = stats.received_bytes or stats.sent_bytes or stats.num_cut_transfers, TRANSFERS
     kinds = (stats.disk_bytes, DISK), transfers, (stats.num_adapter_loads, ADAPTERS)
     for field, name in (item for is_shown, fields in kinds if is_shown for item in fields.items()):
         yield Sample(f"{prefix}{name}", labels, getattr(stats, field))
@@ -298,6 +299,10 @@ def _of_replicas(host: DispatchHost) -> Iterator[Sample]:
         by_class[model, priority] += count
     for load in loads:
         yield from replica_samples(load.model, load.replica_id, load.load, load.stats)
+        if load.role:
+            yield Sample("holdfast_replica_role", (load.model, load.replica_id, load.role), 1)
+        for sender, num_tokens in load.received_from.items():
+            yield Sample("holdfast_transferred_tokens_total", (load.model, sender, load.replica_id), num_tokens)
     for status in host.dispatch.models():
         model, mine = status.name, [one.load for one in loads if one.model == status.name]
         yield Sample("holdfast_model_replicas", (model,), status.num_replicas)

@@ -203,6 +203,8 @@ def load_response(
                 num_waiting=replica.load.num_waiting,
                 num_free_blocks=replica.load.num_free_blocks,
                 num_total_blocks=replica.load.num_total_blocks,
+                role=replica.role,
+                received_tokens_from=replica.received_from,
                 stats=None if replica.stats is None else _replica_stats(replica.stats),
             )
             for replica in replicas

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,10 +16,12 @@ from holdfast.worker.cache.sealing import Sealer
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.engine import block_sockets, tier_mover
 from holdfast.worker.engine.block_sockets import Block, BlockServer
+from holdfast.worker.errors import HoldfastError
 from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import BlockSource, EngineRequest
 from holdfast.worker.scheduler.step_time import StepTimeModel
+from holdfast.worker.step_update import FetchedAhead, StepUpdate
 from holdfast.worker.wire.link_requests import take_pins_message
 from holdfast.worker.wire.link_security import LINK_NAME, UNSECURED, LinkSecurity
 from tests import loops
@@ -130,6 +133,44 @@ def test_blocks_come_while_they_are_computed(folder, requests, monkeypatch):
         assert stats.received_bytes_per_s == {"": 1e9}, "the speed is that of computing"
 
 
+class Told:
+    """A listener that waits for blocks."""
+
+    def __init__(self) -> None:
+        self.fetched: list[FetchedAhead] = []
+        self.changed = threading.Event()
+
+    def on_update(self, update: StepUpdate) -> None:
+        self.fetched += update.fetched_ahead
+        if self.fetched:
+            self.changed.set()
+
+    def on_failure(self, error: HoldfastError) -> None:
+        self.changed.set()
+
+
+def test_blocks_of_a_running_request_go_ahead_of_it(folder, requests):
+    """It has three tokens of output then, and four once it moves: nothing is asked for again."""
+    told = Told()
+    with two_replicas(config(folder, None)) as (first, second):
+        second.replica.engine.attach(told)
+
+        def move(address: str) -> None:
+            expected = first.ask(requests[0])
+            output = expected[requests[0].request_id]
+            ahead = BlockSource(address, EVERYWHERE, is_computing=True, is_leaving=True)
+            later = replace(requests[0], output_token_ids=tuple(output[:3]), block_source=ahead)
+            second.replica.engine.fetch_ahead(later, told, "attempt")
+            assert told.changed.wait(LIMIT_S)
+            assert told.fetched == [FetchedAhead("attempt", 192)]
+            before = first.stats().num_sent_blocks
+            assert second.ask(replace(requests[0], output_token_ids=tuple(output[:4]))) == expected
+            assert first.stats().num_sent_blocks == before == 12
+
+        on_links(first, second, move)
+        assert second.stats().num_prefix_hit_tokens == second.stats().num_received_tokens == 192
+
+
 def test_over_tls_blocks_are_encrypted_by_a_key_that_the_links_agree_on(folder, requests, tmp_path, monkeypatch):
     """Bytes of no block are seen on the connection; whose certificate another authority has signed gets nothing."""
     ours, others = Authority(tmp_path, "ours"), Authority(tmp_path, "others")
@@ -163,8 +204,9 @@ def test_over_tls_blocks_are_encrypted_by_a_key_that_the_links_agree_on(folder, 
         assert second.stats().num_received_tokens == before
 
 
-def test_states_come_with_their_prefix(tmp_path, prompts):
-    folder = save_hybrid(tmp_path / "hybrid", "conv, attention, conv", max_position_embeddings=512)
+@pytest.mark.parametrize("pattern", ["conv, attention, conv", "delta nets alone"])
+def test_states_come_with_their_prefix(pattern, tmp_path, prompts):
+    folder = save_hybrid(tmp_path / "hybrid", pattern, max_position_embeddings=512)
     long = (prompts[0] * 4)[:200]
     with two_replicas(config(folder, None)) as (first, second):
         told_the_same(first, second, [request("long", long, NUM_NEW)])

@@ -13,14 +13,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from holdfast.worker.cache.sealing import WrongDigestError
-from holdfast.worker.engine.block_sockets import Block, BlockReceiver, BlockServer, TransferKey
+from holdfast.worker.engine.block_sockets import Block, BlockServer
+from holdfast.worker.engine.incoming_blocks import IncomingBlocks, Taker, Transfer
 from holdfast.worker.engine.tier_mover import KV, MoverCounts, MoverEvents, Place, Store
-from holdfast.worker.executors.kv_cache import BlockRows, Bytes
+from holdfast.worker.executors.block_layout import Bytes
+from holdfast.worker.executors.kv_cache import BlockRows
 from holdfast.worker.request import StoredPin
 
 logger = logging.getLogger(__name__)
@@ -41,22 +43,13 @@ PAUSE_S: Final = 5.0
 _CLOSE_S: Final = 5.0
 
 
-class Sender(NamedTuple):
-    """Rank of another replica that sends blocks."""
-
-    address: tuple[str, int]
-    key: TransferKey
-    is_computing: bool = False
-    """Whether it computes them now: the speed is that of computing."""
-
-
 class _Fetch:
     def __init__(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
         self.ticket = ticket
         self.pieces = deque(names[first : first + piece] for first in range(0, len(names), piece))
         self.read: deque[dict[bytes, Bytes]] = deque()
-        self.receiver: BlockReceiver | None = None
-        """Connection, of blocks that come from another replica."""
+        self.receiver: IncomingBlocks | None = None
+        """Connections, of blocks that come from another replica."""
         self.received: dict[bytes, Bytes] = {}
         """Blocks of the next piece that are there."""
         self.began_s = 0.0
@@ -81,7 +74,7 @@ class BlockMover:
         self._closed = False
         self._paused_until = 0.0
         self._server: BlockServer | None = None
-        self._transfers: dict[int, bytes] = {}  # outgoing ones, by the leader's number
+        self._transfers: dict[int, list[bytes]] = {}  # outgoing ones, by the leader's number
         self._thread = threading.Thread(target=self._work, name="holdfast-blocks", daemon=True)
         self._measure()
 
@@ -175,40 +168,42 @@ class BlockMover:
             self._server = BlockServer(host, self._note_sent)
         return self._server.port
 
-    def offer(self, number: int, key: TransferKey) -> None:
-        """Opens a transfer to another replica, which the leader calls by this number."""
+    def offer(self, number: int, takers: Sequence[Taker]) -> None:
+        """Opens a transfer to another replica, to these ranks of it, which the leader calls by this number."""
         assert self._server is not None, "it listens before it offers"
-        self._transfers[number] = key.transfer
-        self._server.offer(key)
+        self._transfers[number] = [key.transfer for key, _ in takers]
+        for key, cut in takers:
+            self._server.offer(key, cut)
 
     def send(self, number: int, places: Sequence[Place]) -> None:
         """Copies these blocks, to be sent in this order. No places: nothing more comes."""
-        transfer = self._transfers.get(number)
-        if transfer is None or self._server is None:
+        transfers = self._transfers.get(number)
+        if transfers is None or self._server is None:
             return
         if places and self._server.staged_bytes < MAX_STAGED_BYTES:
-            self._server.send(transfer, self._copied(places))
+            blocks = self._copied(places) if transfers else []
+            for transfer in transfers:
+                self._server.send(transfer, blocks)
         else:
-            self._server.end(transfer)
+            for transfer in transfers:
+                self._server.end(transfer)
             del self._transfers[number]
 
     def sends_room(self, number: int) -> bool | None:
         """Whether more may be sent; None: the other side wants nothing more."""
-        transfer = self._transfers.get(number)
-        if transfer is None or self._server is None or not self._server.is_open(transfer):
+        transfers = self._transfers.get(number)
+        if not transfers or self._server is None or not all(map(self._server.is_open, transfers)):
             return None
         return self._server.has_room
 
-    def receive(self, ticket: int, sender: Sender, names: Sequence[bytes], piece: int) -> None:
-        """Begins to receive these blocks, `piece` of them at a time."""
-        fetch = _Fetch(ticket, names, piece)
+    def receive(self, ticket: int, transfer: Transfer, piece: int) -> None:
+        """Begins to receive the blocks of a transfer, `piece` of them at a time."""
+        fetch = _Fetch(ticket, transfer.names, piece)
         fetch.began_s = time.monotonic()
-        fetch.receiver = BlockReceiver(
-            sender.address,
-            sender.key,
-            names,
+        fetch.receiver = IncomingBlocks(
+            transfer,
             lambda blocks: self._take_in(fetch, blocks),
-            lambda error: self._note_received(fetch, sender, error),
+            lambda error: self._note_received(fetch, transfer, error),
         )
         with self._changed:
             self._fetches[ticket] = fetch
@@ -351,16 +346,16 @@ class BlockMover:
             )
             return not self._closed and self._fetches.get(fetch.ticket) is fetch
 
-    def _note_received(self, fetch: _Fetch, sender: Sender, error: Exception | None) -> None:
-        """The connection is closed. An incomplete piece is handed on, and its missing blocks are computed."""
+    def _note_received(self, fetch: _Fetch, transfer: Transfer, error: Exception | None) -> None:
+        """The connections are closed. An incomplete piece is handed on, and its missing blocks are computed."""
         self.counts.num_received_bytes += fetch.num_bytes
-        if not sender.is_computing:
-            self.counts.note_speed(sender.address[0], time.monotonic() - fetch.began_s, fetch.num_bytes)
+        host, port = transfer.senders[0].address
+        if not transfer.is_computing:
+            self.counts.note_speed(host, time.monotonic() - fetch.began_s, fetch.num_bytes)
         if isinstance(error, WrongDigestError):
             self.counts.num_failures += 1
         if error is not None:
             self.counts.num_errors += not isinstance(error, WrongDigestError)
-            host, port = sender.address
             logger.warning("blocks from the replica at %s:%d are computed here: %s", host, port, error)
         if not fetch.pieces:
             return

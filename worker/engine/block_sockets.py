@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -62,6 +63,11 @@ class TransferKey(NamedTuple):
         """A new key, for one transfer."""
         return cls(secrets.token_bytes(TRANSFER_BYTES), secrets.token_bytes(KEY_BYTES), is_encrypted)
 
+    def of_rank(self, rank: int) -> "TransferKey":
+        """The part of a transfer that this rank of the receiving replica gets: a connection for itself."""
+        made = hmac.digest(self.key, self.transfer + rank.to_bytes(4, "little"), "sha512")
+        return TransferKey(made[:TRANSFER_BYTES], made[-KEY_BYTES:], self.is_encrypted)
+
     @property
     def sealer(self) -> Sealer:
         return KeySealer(self.key) if self.is_encrypted else Sealer()
@@ -75,8 +81,9 @@ class TransferKey(NamedTuple):
 class _Outgoing:
     """Blocks of one transfer that a rank has copied, and that its connection has not sent yet."""
 
-    def __init__(self, key: TransferKey) -> None:
+    def __init__(self, key: TransferKey, cut: Callable[[Block], Block] | None) -> None:
         self.key = key
+        self.cut = cut
         self.frames: deque[list[Block]] = deque()
         self.is_ended = False
         self.is_connected = False
@@ -108,10 +115,10 @@ class BlockServer:
         """Whether more blocks may be sent now."""
         return self.staged_bytes < STAGED_BYTES
 
-    def offer(self, key: TransferKey) -> None:
-        """Opens a transfer, for one connection."""
+    def offer(self, key: TransferKey, cut: Callable[[Block], Block] | None = None) -> None:
+        """Opens a transfer, for one connection. It gets the part that `cut` makes of each block; None: all of it."""
         with self._changed:
-            self._open[key.transfer] = _Outgoing(key)
+            self._open[key.transfer] = _Outgoing(key, cut)
             self._changed.notify_all()
 
     def send(self, transfer: bytes, blocks: Sequence[Block]) -> None:
@@ -213,12 +220,13 @@ class BlockServer:
             if blocks is None:
                 connection.sendall(_HEAD.pack(0, 0))
                 return
-            _send_frame(connection, sealer, blocks)
+            sent = blocks if outgoing.cut is None else [outgoing.cut(block) for block in blocks]
+            _send_frame(connection, sealer, sent)
             with self._changed:
                 if outgoing.frames:  # else it was closed meanwhile
                     outgoing.frames.popleft()
                     self.staged_bytes -= _size(blocks)
-                    self.num_sent_bytes += _size(blocks)
+                    self.num_sent_bytes += _size(sent)
             self._tell_of_room()
 
     def _forget_missed(self) -> None:
@@ -238,6 +246,23 @@ class BlockServer:
         if outgoing is not None:
             self.staged_bytes -= sum(map(_size, outgoing.frames))
             outgoing.frames.clear()
+
+
+class _FrameMemory:
+    """Memory of one connection's frames: used again once no block of a frame is, since the system's pages cost as much
+    as a digest.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[NDArray[np.uint8]] = []
+
+    def frame(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Uninitialized memory, which is free again once nothing refers to it."""
+        large = next((index for index, one in enumerate(self._free) if one.size >= num_bytes), None)
+        memory = np.empty(num_bytes, np.uint8) if large is None else self._free.pop(large)
+        frame = memory[:num_bytes]
+        weakref.finalize(frame, self._free.append, memory).atexit = False
+        return frame
 
 
 class BlockReceiver:
@@ -288,8 +313,11 @@ class BlockReceiver:
         self._on_end(error)
 
     def _receive(self, connection: socket.socket) -> None:
-        sealer, first = self._key.sealer, 0
-        while not self._closed and (blocks := _received_frame(connection, sealer, self._names[first:])) is not None:
+        sealer, first, memory = self._key.sealer, 0, _FrameMemory()
+        while not self._closed:
+            blocks = _received_frame(connection, sealer, self._names[first:], memory)
+            if blocks is None:
+                return
             first += len(blocks)
             if not self._on_blocks(blocks) or first == len(self._names):
                 return
@@ -323,7 +351,9 @@ def _send_parts(connection: socket.socket, parts: Sequence[memoryview | bytes]) 
         num_sent = max(0, num_sent - len(part))
 
 
-def _received_frame(connection: socket.socket, sealer: Sealer, names: Sequence[bytes]) -> list[Block] | None:
+def _received_frame(
+    connection: socket.socket, sealer: Sealer, names: Sequence[bytes], memory: _FrameMemory
+) -> list[Block] | None:
     """The next blocks; None at the end. Raises `WrongDigestError`, or ValueError for a malformed message."""
     count, num_bytes = _HEAD.unpack(_received(connection, _HEAD.size))
     if not count:
@@ -333,7 +363,7 @@ def _received_frame(connection: socket.socket, sealer: Sealer, names: Sequence[b
     lengths = struct.unpack(f"<{count}I", _received(connection, 4 * count))
     if sum(lengths) != num_bytes:
         raise ValueError("the lengths of a frame are not its own")
-    frame = np.empty(num_bytes, np.uint8).data
+    frame = memory.frame(num_bytes).data
     _receive_into(connection, frame)
     blocks: list[Block] = []
     at = 0

@@ -235,6 +235,8 @@ class BlockTier:
         stats.num_disk_blocks, stats.disk_bytes = counts.num_blocks, counts.num_bytes
         stats.num_digest_failures, stats.num_disk_errors = counts.num_failures, counts.num_errors
         stats.num_received_tokens = self.restores.num_received_tokens
+        stats.received_tokens_from = dict(self.restores.received_from)
+        stats.num_cut_transfers = self.restores.num_cut_transfers
         stats.num_sent_blocks = self.sendings.num_sent_blocks
         stats.received_bytes, stats.sent_bytes = counts.num_received_bytes, counts.num_sent_bytes
         stats.received_bytes_per_s = counts.received_bytes_per_s

@@ -157,9 +157,11 @@ class Engine:
         """
         self._inbox.put(lambda: self._core.submit(request, listener, self._clock(), attempt))
 
-    def fetch_ahead(self, request: EngineRequest) -> None:
-        """Fetches blocks from the request's source while that computes them, for a request that comes later."""
-        self._inbox.put_unless_closed(lambda: self._core.fetch_ahead(request, self._clock()))
+    def fetch_ahead(
+        self, request: EngineRequest, listener: StepListener | None = None, attempt: Hashable = None
+    ) -> None:
+        """Fetches blocks from the source of a request that comes later. A listener is told of `attempt` then."""
+        self._inbox.put_unless_closed(lambda: self._core.fetch_ahead(request, self._clock(), listener, attempt))
 
     def abort(self, attempt: Hashable) -> None:
         """Ends a request within one step; its last delta then says `ABORT`. Unknown keys are ignored."""

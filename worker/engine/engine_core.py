@@ -128,10 +128,14 @@ class EngineCore:
             return
         self._submit(request, listener, now, attempt)
 
-    def fetch_ahead(self, request: EngineRequest, now: float) -> None:
-        """Fetches blocks from the source of a request that comes later, as far as there is room."""
-        if self.tier is not None:
-            self.tier.restores.fetch_ahead(request, now)
+    def fetch_ahead(
+        self, request: EngineRequest, now: float, listener: StepListener | None = None, attempt: Hashable = None
+    ) -> None:
+        """Fetches blocks from the source of a request that comes later, as far as there is room. Then `listener` is
+        told of `attempt`.
+        """
+        self.held.fetch_ahead(request, now, listener, attempt)
+        self.held.tell_fetched(self._output_queues)
 
     def _has_adapter(self, request: EngineRequest, listener: StepListener, now: float, attempt: Hashable) -> bool:
         """Whether the adapter of a request is resident; if it is not, the request waits for it, or is refused."""
@@ -238,6 +242,7 @@ class EngineCore:
         self.tier.sendings.advance(step_s, now)
         for attempt in self.held.has_blocks(step_s, now):
             self._release(attempt)
+        self.held.tell_fetched(self._output_queues)
         if self.tier.has_store:
             self.tier.store_some(step_s)
         self.tier.report(self._counts)

@@ -5,15 +5,16 @@ A slot is given to another adapter only when its current adapter has no open req
 """
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 from holdfast.worker.adapter import Adapter
 from holdfast.worker.engine.block_tier import BlockTier
+from holdfast.worker.engine.inbox import OutputQueue
 from holdfast.worker.engine.restore import Restore
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.request import EngineRequest
-from holdfast.worker.step_update import StepListener
+from holdfast.worker.step_update import FetchedAhead, StepListener
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class HeldRequests:
         """Desk of adapters, where they are served. Set before any request comes."""
         self.for_blocks: dict[Hashable, HeldRequest] = {}
         """Requests that wait for blocks. To be read only."""
+        self._ahead: list[tuple[Restore | int, StepListener, Hashable]] = []
+        """Blocks that are fetched ahead, or tokens that are here already; who is told, and of which attempt."""
 
     @property
     def for_adapters(self) -> dict[Hashable, HeldRequest]:
@@ -53,6 +56,24 @@ class HeldRequests:
         if restore is not None:
             self.for_blocks[attempt] = HeldRequest(request, listener, now, restore)
         return restore is not None
+
+    def fetch_ahead(self, request: EngineRequest, now: float, listener: StepListener | None, attempt: Hashable) -> None:
+        """Fetches blocks of a request that comes later, as far as there is room. The listener is to be told."""
+        restore = 0 if self.tier is None else self.tier.restores.fetch_ahead(request, now)
+        if listener is not None:
+            self._ahead.append((restore, listener, attempt))
+
+    def tell_fetched(self, output_queues: Mapping[StepListener, OutputQueue]) -> None:
+        """Tells listeners of fetched blocks that are here, or do not come."""
+        still_open = []
+        for one in self._ahead:
+            restore, listener, attempt = one
+            if isinstance(restore, Restore) and self.tier is not None and self.tier.restores.is_open(restore):
+                still_open.append(one)
+            elif (output_queue := output_queues.get(listener)) is not None:
+                num_tokens = restore.num_cached_tokens if isinstance(restore, Restore) else restore
+                output_queue.fetched_ahead.append(FetchedAhead(attempt, num_tokens))
+        self._ahead = still_open
 
     def has_blocks(self, step_s: float | None, now: float) -> list[Hashable]:
         """Attempts whose restores are over, or given up. `step_s` as for `Restores.advance`."""

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from holdfast.worker.cache.prefix_cache import CacheFeed
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.request import EngineLoad, TokenDelta
-from holdfast.worker.step_update import NO_CHANGES, EngineStats, Rejection, StepUpdate
+from holdfast.worker.step_update import NO_CHANGES, EngineStats, FetchedAhead, Rejection, StepUpdate
 
 Command: TypeAlias = Callable[[], None]
 
@@ -68,12 +68,14 @@ class OutputQueue:
         self.is_new = True
         self.deltas: list[TokenDelta] = []
         self.rejections: list[Rejection] = []
+        self.fetched_ahead: list[FetchedAhead] = []
         self.cache: CacheFeed | None = None
 
     @property
     def has_news(self) -> bool:
         """Whether there is anything that the listener has not been sent."""
-        return bool(self.is_new or self.deltas or self.rejections or (self.cache and self.cache.has_news))
+        outcomes = self.deltas or self.rejections or self.fetched_ahead
+        return bool(self.is_new or outcomes or (self.cache and self.cache.has_news))
 
     def take(self, step_id: int, load: EngineLoad, stats: EngineStats | None) -> StepUpdate:
         """The update to send now; its content is not sent again."""
@@ -83,7 +85,8 @@ class OutputQueue:
             rejections=tuple(self.rejections),
             load=load,
             cache=self.cache.take() if self.cache else NO_CHANGES,
+            fetched_ahead=tuple(self.fetched_ahead),
             stats=stats,
         )
-        self.is_new, self.deltas, self.rejections = False, [], []
+        self.is_new, self.deltas, self.rejections, self.fetched_ahead = False, [], [], []
         return update

@@ -5,7 +5,8 @@ from stores and other replicas.
                    | T bytes of text]
 
 Each is one int64 array. A block order is sent between two steps, so a rank's caches then equal the leader's. A rank
-stores, sends and receives its own share of a block, and a block is there only if all shares are.
+stores, sends and receives its own share of a block, and a block is there only if all shares are. Of a transfer that
+comes, a place is `_OWN` for the name of a block here, and `_SENT` for the name of one that is sent.
 """
 
 import ipaddress
@@ -25,10 +26,13 @@ from holdfast.worker.cache.memory_store import MemoryStore
 from holdfast.worker.cache.sealing import sealer_of
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
-from holdfast.worker.engine.block_mover import BlockMover, Sender
+from holdfast.worker.engine.block_mover import BlockMover
 from holdfast.worker.engine.block_sockets import TransferKey
 from holdfast.worker.engine.offload_checks import check_offload
+from holdfast.worker.engine.restore import Expected
 from holdfast.worker.engine.tier_mover import KV, NAME_BYTES, STATE, MoverCounts, MoverEvents, Place, Store
+from holdfast.worker.engine.transfer_shares import RankShare, SendingReplica, read_heads
+from holdfast.worker.executors.block_layout import Heads
 from holdfast.worker.executors.kv_cache import BlockMemory
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.weight_files import weights_stamp
@@ -40,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _HEADER: Final = 6  # numbers: kind, ticket, piece, counts of copies, names, text
 _NAME_WORDS: Final = 3
+_OWN, _SENT = 0, 1  # names of blocks here, and of blocks that are sent
 
 
 class Order(IntEnum):
@@ -62,11 +67,11 @@ class Order(IntEnum):
     LISTEN = -8
     """The host at which to listen for other replicas follows."""
     OFFER = -9
-    """A transfer to another replica begins: its number and its key follow."""
+    """A transfer to another replica begins: its number, its key and the heads of the other's ranks follow."""
     SEND = -10
     """Blocks of a transfer to copy and send follow, each with its place; none: it ends."""
     RECEIVE = -11
-    """Like `FETCH`, from another replica: its ranks' addresses and the transfer's key follow."""
+    """Like `FETCH`, from another replica: what it is and the transfer's key follow."""
     KEEP = -12
     """Names to keep in the store follow, with milliseconds in place of a piece, and their tenant."""
 
@@ -98,7 +103,9 @@ class RankMover:
     """One rank's part of the orders."""
 
     def __init__(self, mover: BlockMover, memory: BlockMemory, group: TensorParallelGroup) -> None:
+        """All ranks call this together."""
         self.mover = mover
+        self._share = RankShare.of(memory, group)
         self.addresses: list[tuple[str, int]] = []
         """Addresses of all ranks at which blocks can be had, once they listen. Port 0: it cannot listen."""
         self._events: MoverEvents | None = None
@@ -124,9 +131,15 @@ class RankMover:
         return self.mover.has_store
 
     @property
-    def form(self) -> str:
-        """Layout of a block's rows on this rank."""
-        return self._memory.form
+    def share(self) -> RankShare:
+        """This rank's part in transfers."""
+        assert self._share is not None, "blocks can be transferred"
+        return self._share
+
+    @property
+    def has_states(self) -> bool:
+        """Whether states go with blocks."""
+        return self._memory.states is not None
 
     def start(self, events: MoverEvents | None = None) -> None:
         """Begins to move blocks; `events` are the leader's."""
@@ -166,24 +179,28 @@ class RankMover:
                 return [bool(one) for one in everywhere.min(dim=0).values.tolist()]
             case _:
                 said = text.view(np.uint8)[:num_text].tobytes().decode(errors="surrogatepass")
-                self._meet(Order(kind), ticket, names, piece, said)
+                self._meet(Order(kind), ticket, where, piece, said)
         return ()
 
-    def _meet(self, kind: Order, ticket: int, names: Sequence[bytes], piece: int, text: str) -> None:
+    def _meet(self, kind: Order, ticket: int, where: Sequence[Place], piece: int, text: str) -> None:
         """Carries out an order that concerns another replica, or a tenant."""
         if kind is Order.KEEP:
-            self.mover.keep(names, text, piece / 1e3)
+            self.mover.keep([name for name, _ in where], text, piece / 1e3)
             return
         if kind is Order.LISTEN:
             self._listen(text)
             return
         parts = json.loads(text)
         key = TransferKey(bytes.fromhex(parts["transfer"]), bytes.fromhex(parts["key"]), parts["is_encrypted"])
+        heads = read_heads(parts["heads"])
         if kind is Order.OFFER:
-            self.mover.offer(ticket, key)
-        else:
-            host, port = parts["addresses"][self._group.rank]
-            self.mover.receive(ticket, Sender((host, port), key, parts["is_computing"]), names, piece)
+            self.mover.offer(ticket, self.share.takers(key, heads))
+            return
+        addresses = [(host, port) for host, port in parts["addresses"]]
+        there = SendingReplica(addresses, heads, parts["block_size"], parts["is_computing"])
+        names, sent = ([name for name, place in where if place == one] for one in (_OWN, _SENT))
+        expected = Expected(names, sent, parts["num_skipped"])
+        self.mover.receive(ticket, self.share.transfer(key, there, expected), piece)
 
     def _listen(self, host: str) -> None:
         """Listens on a port, and gathers the addresses of all ranks. A rank on another host than the leader does so
@@ -259,9 +276,9 @@ class RankMovers:
     def can_ask(self) -> bool:
         return self.asker is not None
 
-    def offer(self, number: int, key: TransferKey) -> None:
-        """Opens a transfer on all ranks."""
-        self._order(Order.OFFER, number, text=_key_text(key))
+    def offer(self, number: int, key: TransferKey, heads: Sequence[Heads]) -> None:
+        """Opens a transfer on all ranks, to ranks with these heads."""
+        self._order(Order.OFFER, number, text=_key_text(key, heads=heads))
 
     def send(self, number: int, places: Sequence[Place]) -> None:
         self._order(Order.SEND, number, places=places)
@@ -269,19 +286,10 @@ class RankMovers:
     def sends_room(self, number: int) -> bool | None:
         return self.own.mover.sends_room(number)
 
-    def receive(
-        self,
-        ticket: int,
-        addresses: Sequence[tuple[str, int]],
-        key: TransferKey,
-        names: Sequence[bytes],
-        piece: int,
-        *,
-        is_computing: bool = False,
-    ) -> None:
-        """Begins to receive blocks of a transfer on all ranks, each from its own of these addresses."""
-        places = [(name, 0) for name in names]
-        text = _key_text(key, addresses=list(addresses), is_computing=is_computing)
+    def receive(self, ticket: int, there: SendingReplica, key: TransferKey, expected: Expected, piece: int) -> None:
+        """Begins to receive blocks of a transfer on all ranks, `piece` of their own at a time."""
+        places = [*((name, _OWN) for name in expected.names), *((name, _SENT) for name in expected.sent)]
+        text = _key_text(key, num_skipped=expected.num_skipped, **there._asdict())
         self._order(Order.RECEIVE, ticket, piece, places, text=text)
 
     def _order(

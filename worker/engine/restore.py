@@ -2,9 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.request import BlockSource, Priority
+
+
+class Expected(NamedTuple):
+    """Blocks that another replica sends."""
+
+    names: Sequence[bytes]
+    """Names of the blocks that are made of them, in order, and of a snapshot behind them."""
+    sent: Sequence[bytes]
+    """Names of the blocks that are sent, in order."""
+    num_skipped: int
+    """Tokens of the first one that are here already."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -23,6 +35,9 @@ class Restore:
     """The number of the first block that is brought back."""
     names: Sequence[bytes]
     """Names of keys and values in order, and of a snapshot behind the last of them."""
+    asked: Sequence[bytes]
+    """The same as the source names them: another replica's blocks may have another number of tokens, and then reach
+    further at either end."""
     depth: int
     """Blocks of the sequence that can be used afterwards."""
     num_tokens: int
@@ -47,6 +62,11 @@ class Restore:
     """Whether another replica has handed its pin on: no request waits for it."""
     num_hit_tokens: int = 0
     """Tokens that it has brought back from the store; known once it has ended."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the sequence, from the first one on, whose blocks are in the cache, if none was evicted."""
+        return (self.first + self.num_taken) * self.num_tokens // max(1, self.depth - self.first)
 
     @property
     def is_over(self) -> bool:

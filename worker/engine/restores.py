@@ -14,7 +14,8 @@ from typing import Final
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.cache.state_slots import StateSlots
-from holdfast.worker.engine.restore import Restore
+from holdfast.worker.engine.promises import Promises
+from holdfast.worker.engine.restore import Expected, Restore
 from holdfast.worker.engine.tier_mover import KV, STATE, Mover, TierShape, receive_s_per_byte
 from holdfast.worker.request import BlockSource, EngineRequest, PinnedPrefix, Priority
 from holdfast.worker.step_plan import StateCopy
@@ -31,6 +32,7 @@ MIN_RESTORE_S: Final = 0.1
 """A request is held for so long at most, if computing would take less."""
 MAX_AHEAD_S: Final = 60.0
 """Time limit of fetching blocks that another replica is still computing, while no request waits for them."""
+MAX_SENDERS: Final = 64  # replicas whose tokens are counted
 MAX_HELD_S: Final = 30.0
 """And for so long, however long computing would take."""
 
@@ -65,12 +67,17 @@ class Restores:
         self._shape = shape
         self._stored = stored
         self._lose = lose
+        self._promises = Promises(allocator, slots, shape, stored)
         self._computing_s = computing_s
         self._num_waiting = num_waiting
         self._can_preempt = can_preempt
         self._moves = moves
         self._restores: dict[int, Restore] = {}
         self._num_restores = self.num_hit_tokens = self.num_received_tokens = 0
+        self.received_from: dict[str, int] = {}
+        """Tokens that came from other replicas, by the addresses of their links; the last senders."""
+        self.num_cut_transfers = 0
+        """Transfers that were asked for and did not bring all."""
         self._budget_s = 0.0
 
     def restore_for(self, request: EngineRequest, now: float) -> Restore | None:
@@ -82,7 +89,7 @@ class Restores:
             return None
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)
         chain = HashChain(request.cache_salt, request.tenant, request.adapter_digest)
-        restore = self._promised(chain, token_ids, request.priority, source)
+        restore = self._promises.find(chain, token_ids, request.priority, source)
         if restore is None:
             return None
         restore.tenant = request.tenant
@@ -100,7 +107,7 @@ class Restores:
         """
         num_tokens = (len(prefix.hashes) - 1) * self._allocator.block_size
         chain, there = HashChain.known(prefix.hashes), BlockSource(source, num_tokens)
-        restore = self._promised(chain, range(num_tokens + 1), Priority.LOW, there)
+        restore = self._promises.find(chain, range(num_tokens + 1), Priority.LOW, there)
         if restore is None or not self._mover.can_ask:
             return None
         restore.tenant, restore.is_handed_on = prefix.tenant, True
@@ -115,23 +122,29 @@ class Restores:
             self._begin(restore, now)
         return restore
 
-    def fetch_ahead(self, request: EngineRequest, now: float) -> None:
+    def fetch_ahead(self, request: EngineRequest, now: float) -> Restore | int:
         """Fetches a prefix for a request that comes later, from the replica that computes it now. No request waits for
-        it until then; without room now, or if computing is faster, it is dropped.
+        it until then; without room now, or if computing is faster, it is dropped: the number of cached tokens.
         """
-        source, token_ids = request.block_source, request.prompt_token_ids
+        source, token_ids = request.block_source, (*request.prompt_token_ids, *request.output_token_ids)
         if source is None or not self._mover.can_ask or self._slots is not None:
-            return
+            return 0
         chain = HashChain(request.cache_salt, request.tenant, request.adapter_digest)
-        restore = self._promised(chain, token_ids, request.priority, source)
+        num_here = self._promises.num_here(chain, token_ids) * self._allocator.block_size
+        restore = self._promises.find(chain, token_ids, request.priority, source)
         if restore is None or restore.source is None or any(one.names[0] in restore.names for one in self._ongoing()):
-            return
+            return num_here
         if self._moving_s(restore) >= self._computing_time_s(restore) or not self._has_room(restore):
-            return
+            return num_here
         restore.tenant, restore.is_begun = request.tenant, True
         restore.computed_s = now + MAX_AHEAD_S
         self._open(restore)
-        self._mover.ask(restore.ticket, source, restore.names, self._shape.piece, MAX_AHEAD_S)
+        self._mover.ask(restore.ticket, source, restore.asked, self._shape.piece, MAX_AHEAD_S)
+        return restore
+
+    def is_open(self, restore: Restore) -> bool:
+        """Whether its blocks may still come."""
+        return restore.ticket in self._restores
 
     def _ongoing(self) -> list[Restore]:
         return [restore for restore in self._restores.values() if not restore.is_over]
@@ -197,100 +210,50 @@ class Restores:
             self._mover.fetch(restore.ticket, restore.names, self._shape.piece)
         else:
             lasts_s = restore.computed_s - now
-            self._mover.ask(restore.ticket, restore.source, restore.names, self._shape.piece, lasts_s)
+            self._mover.ask(restore.ticket, restore.source, restore.asked, self._shape.piece, lasts_s)
 
     def _begin_waiting(self, now: float) -> None:
         """Begins restores that fit now, of blocks that only the store has."""
         for restore in sorted((one for one in self._restores.values() if not one.is_begun), key=lambda one: one.order):
             if not self._has_room(restore):
                 return
-            promised = self._promised(restore.chain, restore.token_ids, restore.priority, restore.source)
+            promised = self._promises.find(restore.chain, restore.token_ids, restore.priority, restore.source)
             if promised is None:  # its blocks are here, or lost
                 restore.has_failed = True
                 continue
             restore.first, restore.names, restore.depth = promised.first, promised.names, promised.depth
+            restore.asked = promised.asked
             restore.num_tokens, restore.num_bytes = promised.num_tokens, promised.num_bytes
             restore.source = promised.source
             self._begin(restore, now)
-
-    def _promised(
-        self, chain: HashChain, token_ids: Sequence[int], priority: Priority, source: BlockSource | None
-    ) -> Restore | None:
-        """A restore of the part of a prefix that is in the store alone, or that another replica has of it if that is
-        more; None: there is none.
-        """
-        size = self._allocator.block_size
-        most = (len(token_ids) - 1) // size
-        num_here = len(self._cache.find(chain, token_ids, most))
-        num_there = 0 if source is None else min(most, source.num_tokens // size)
-        end = num_here
-        while end < most and KV + chain.hash_of(end, token_ids, size) in self._stored:
-            end += 1
-        if end >= num_there:
-            source = None
-        else:
-            end = num_there
-        state: tuple[bytes, ...] = ()
-        usable = num_here
-        if self._slots is not None:
-            usable, _ = self._slots.deepest(chain, token_ids, num_here)
-            if source is None:
-                end, state = self._deepest_state(chain, token_ids, usable, end)
-            else:
-                state = (STATE + chain.hash_of(end - 1, token_ids, size),)
-        if end <= usable:
-            return None
-        names = [KV + chain.hash_of(index, token_ids, size) for index in range(num_here, end)]
-        num_bytes = len(names) * self._shape.block_bytes + len(state) * self._shape.state_bytes
-        return Restore(
-            ticket=0,
-            priority=priority,
-            chain=chain,
-            token_ids=token_ids,
-            first=num_here,
-            names=[*names, *state],
-            depth=end,
-            num_tokens=(end - usable) * size,
-            num_bytes=num_bytes,
-            source=source,
-        )
-
-    def _deepest_state(
-        self, chain: HashChain, token_ids: Sequence[int], usable: int, end: int
-    ) -> tuple[int, tuple[bytes, ...]]:
-        """Number of blocks, above `usable` and up to `end`, after which there is a state; its name if it is only in the
-        store.
-        """
-        assert self._slots is not None, "the model keeps states"
-        for depth in range(end, usable, -1):
-            block_hash = chain.hash_of(depth - 1, token_ids, self._allocator.block_size)
-            if self._slots.holder_of(block_hash) is not None:
-                return depth, ()
-            if STATE + block_hash in self._stored:
-                return depth, (STATE + block_hash,)
-        return usable, ()
 
     def note_piece(self, ticket: int) -> None:
         """The next piece of a restore was read."""
         if (restore := self._restores.get(ticket)) is not None:
             restore.num_ready += 1
 
-    def settle(self, ticket: int, num_blocks: int) -> Sequence[bytes]:
-        """Another replica sends this number of the requested blocks. Returns the names to expect, including a snapshot
-        after them; empty: no request waits for them, or they are of no use.
+    def settle(self, ticket: int, num_blocks: int) -> Expected | None:
+        """Another replica sends this number of the requested blocks. Returns what to expect, including a snapshot after
+        them; None: no request waits for them, or they are of no use.
         """
         restore = self._restores.get(ticket)
-        if restore is None:
-            return ()
-        blocks = [name for name in restore.names if name.startswith(KV)][:num_blocks]
+        if restore is None or restore.source is None:
+            return None
+        size = self._allocator.block_size
+        there = restore.source.block_size or size
+        num_skipped = restore.first * size % there
+        depth = restore.first + max(0, num_blocks * there - num_skipped) // size
+        blocks = [name for name in restore.names if name.startswith(KV)][: depth - restore.first]
         depth = restore.first + len(blocks)
-        lost = (restore.depth - depth) * self._allocator.block_size
+        lost = (restore.depth - depth) * size
         if not blocks or lost >= restore.num_tokens:
             restore.has_failed = True
-            return ()
+            return None
         restore.depth, restore.num_tokens = depth, restore.num_tokens - lost
         restore.names = blocks if self._slots is None else [*blocks, STATE + blocks[-1][len(KV) :]]
-        return restore.names
+        num_sent = -(-(num_skipped + len(blocks) * size) // there)
+        sent = restore.asked[:num_sent] if self._slots is None else restore.names
+        return Expected(restore.names, sent, num_skipped)
 
     def cut(self, ticket: int) -> None:
         """No further piece of a restore comes."""
@@ -335,7 +298,15 @@ class Restores:
             restore.num_hit_tokens = num_tokens
             self.num_hit_tokens += num_tokens
         else:
-            self.num_received_tokens += num_tokens
+            self._note_received(restore, restore.source.address, num_tokens)
+
+    def _note_received(self, restore: Restore, address: str, num_tokens: int) -> None:
+        self.num_received_tokens += num_tokens
+        self.num_cut_transfers += restore.is_begun and restore.num_taken < len(restore.names)
+        if num_tokens:
+            self.received_from[address] = self.received_from.pop(address, 0) + num_tokens
+            if len(self.received_from) > MAX_SENDERS:
+                del self.received_from[next(iter(self.received_from))]
 
     def give_up(self) -> None:
         """Ends all: the store belongs to other weights now."""

@@ -15,6 +15,8 @@ from holdfast.worker.engine.tier_mover import KV, STATE, Mover, Place, TierShape
 
 SHARE: Final = 0.03
 """Share of the steps' time that copying blocks for other replicas may cost them, except for one piece each time."""
+LEAVING_SHARE: Final = 0.1
+"""The same on a replica that leaves: its requests run on until their blocks are elsewhere."""
 MAX_BUDGET_S: Final = 0.1
 """Most seconds of it that are saved up."""
 MAX_SENDINGS: Final = 64
@@ -35,6 +37,8 @@ class Sending:
     """Time at which it ends, complete or not."""
     waits: bool = False
     """Whether blocks that are not here are computed now, and are waited for."""
+    is_leaving: bool = False
+    """Whether this replica leaves, and the blocks go ahead of a request."""
     num_sent: int = 0
 
 
@@ -77,12 +81,15 @@ class Sendings:
                 return [*names[:depth], state]
         return ()
 
-    def begin(self, names: Sequence[bytes], now: float, lasts_s: float, *, waits: bool = False) -> int:
+    def begin(
+        self, names: Sequence[bytes], now: float, lasts_s: float, *, waits: bool = False, is_leaving: bool = False
+    ) -> int:
         """Begins to send the found blocks, for `lasts_s` at most; returns the number by which ranks know it. `waits`:
-        blocks are sent once they are here.
+        blocks are sent once they are here. `is_leaving`: they may cost more of the steps' time.
         """
         self._count += 1
-        sending = Sending(number=self._count, names=names, due_s=now + (STALL_S if waits else lasts_s), waits=waits)
+        due_s = now + (STALL_S if waits else lasts_s)
+        sending = Sending(number=self._count, names=names, due_s=due_s, waits=waits, is_leaving=is_leaving)
         self._sendings[sending.number] = sending
         self._moves.add(-sending.number)
         return sending.number
@@ -92,7 +99,8 @@ class Sendings:
         if not self._sendings:
             return
         if step_s is not None:
-            self._budget_s = min(MAX_BUDGET_S, self._budget_s + SHARE * step_s)
+            share = LEAVING_SHARE if any(one.is_leaving for one in self._sendings.values()) else SHARE
+            self._budget_s = min(MAX_BUDGET_S, self._budget_s + share * step_s)
         for sending in list(self._sendings.values()):
             self._advance(sending, step_s is None, now)
 

@@ -1,10 +1,11 @@
 """Access of a replica to the block tier of its engine: what its link and its mover ask and report."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.inbox import Inbox
+from holdfast.worker.engine.restore import Expected
 from holdfast.worker.engine.sendings import Sendings
 from holdfast.worker.engine.tier_mover import MoverEvents
 from holdfast.worker.request import PinnedPrefix
@@ -58,11 +59,9 @@ class TierAccess:
         if self._core.tier is not None:
             self._core.tier.takeover.take(prefixes, source, self._clock())
 
-    def settle_restore(self, ticket: int, num_blocks: int) -> Sequence[bytes]:
-        """Names of the blocks that another replica sends for a restore, and of the snapshot after them. Empty: no
-        request waits for it. On the engine's thread only.
-        """
-        return () if self._core.tier is None else self._core.tier.restores.settle(ticket, num_blocks)
+    def settle_restore(self, ticket: int, num_blocks: int) -> Expected | None:
+        """Blocks that another replica sends for a restore; None: no request waits for it. On the engine's thread."""
+        return None if self._core.tier is None else self._core.tier.restores.settle(ticket, num_blocks)
 
     def cut_restore(self, ticket: int) -> None:
         """No further piece of a restore comes."""

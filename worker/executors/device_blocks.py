@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.kv_cache import Bytes, KVCache
+from holdfast.worker.executors.block_layout import Bytes
+from holdfast.worker.executors.kv_cache import KVCache
 
 
 class DeviceBlocks:

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.worker.executors.block_layout import BlockLayout, Bytes
 from holdfast.worker.model_info import TILE_TOKENS
 
 
@@ -28,6 +29,8 @@ class KVSpec:
     """A query sees itself and the `window` - 1 keys before it. None: all."""
     softcap: float | None = None
     has_sinks: bool = False
+    first_kv_head: int = 0
+    """Number of this rank's first KV head in the whole model."""
 
     @property
     def values_per_token(self) -> int:
@@ -198,9 +201,6 @@ def _two_to(power: Tensor) -> Tensor:
     return ((power.long() + 1023) << 52).view(torch.float64)
 
 
-Bytes = NDArray[np.uint8]
-
-
 class BlockBytes:
     """A pool of blocks whose layers lie apart: one row of bytes for each block, its layers one after the other."""
 
@@ -253,6 +253,8 @@ class BlockMemory:
     blocks: BlockRows
     form: str
     """Layout of rows: rows of equal forms mean the same."""
+    layout: BlockLayout | None = None
+    """Cut of `blocks`, where another replica's may be cut otherwise."""
     states: BlockRows | None = None
     """States, of a model that keeps them."""
     is_on_device: bool = False

@@ -41,6 +41,8 @@ class Attention:
 
     num_heads: int
     num_kv_heads: int
+    first_kv_head: int = 0
+    """Number of its first KV head in the whole model."""
     head_dim: int
     qkv: Linear
     """Outputs: all query heads, then all key heads, then all value heads. The queries alone with a `kv_source`."""

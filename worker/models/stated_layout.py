@@ -243,9 +243,11 @@ class LayoutBuilder:
         shape = config.hidden_size, config.num_attention_heads * size
         output = share.rows(prefix + family.output, shape, slices, has_bias=is_set(family.output_bias, config))
         source = family.kv_source(config, index)
+        first_key, num_keys = share.part(kv_heads * size, kv_heads)
         return Attention(
             num_heads=output.in_features // size,
-            num_kv_heads=share.part(kv_heads * size, kv_heads)[1] // size,
+            num_kv_heads=num_keys // size,
+            first_kv_head=first_key // size,
             head_dim=size,
             qkv=qkv,
             kv_source=source,

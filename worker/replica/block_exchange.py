@@ -11,17 +11,19 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
-from ipaddress import ip_address
 from typing import Any, Final
 
 import grpc
 
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.block_hash import HASH_BYTES
-from holdfast.worker.engine.block_sockets import KEY_BYTES, TRANSFER_BYTES, TransferKey
+from holdfast.worker.engine.block_sockets import TransferKey
 from holdfast.worker.engine.tier_mover import KV, NAME_BYTES
+from holdfast.worker.engine.transfer_shares import SendingReplica
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
+from holdfast.worker.executors.block_layout import Heads
 from holdfast.worker.replica.replica import Replica
+from holdfast.worker.replica.transfer_terms import RefusedError, rank_messages, read_answer, read_ranks, refusal_of
 from holdfast.worker.request import MAX_CACHE_TTL_S, BlockSource, PinnedPrefix
 from holdfast.worker.wire.link_security import LinkSecurity
 from holdfast.worker.wire.loopback import NO_PROXY
@@ -70,15 +72,20 @@ class BlockExchange:
     async def offer(self, request: engine_pb2.SendBlocksRequest) -> engine_pb2.SendBlocksResponse:
         """Begins to send the requested blocks. A response without addresses has the reason."""
         names = _names(request.names)
-        if self._replica.movers is None:
-            return engine_pb2.SendBlocksResponse(refusal="this replica sends no blocks")
-        if request.kind != self._kind:
-            return engine_pb2.SendBlocksResponse(refusal="its blocks are of another kind")
-        begin = partial(self._begin, names, request.lasts_ms / 1e3, waits=request.as_computed)
+        movers = self._replica.movers
+        if movers is None:
+            return engine_pb2.SendBlocksResponse(refusal="it sends no blocks")
+        heads = read_ranks(request.heads)
+        if reason := refusal_of(request, heads, self._replica.info, movers.own):
+            return engine_pb2.SendBlocksResponse(refusal=reason)
+        times = {"waits": request.as_computed, "is_leaving": request.is_leaving}
+        begin = partial(self._begin, names, heads, request.lasts_ms / 1e3, **times)
         future = self._replica.engine.between_steps(begin)
         return await asyncio.wrap_future(future)
 
-    def _begin(self, names: Sequence[bytes], lasts_s: float, *, waits: bool) -> engine_pb2.SendBlocksResponse:
+    def _begin(
+        self, names: Sequence[bytes], heads: Sequence[Heads], lasts_s: float, *, waits: bool, is_leaving: bool
+    ) -> engine_pb2.SendBlocksResponse:
         """On the engine's thread, between two steps."""
         movers, sendings = self._replica.movers, self._replica.engine.tier.sendings
         assert movers is not None, "it was looked at"
@@ -90,15 +97,16 @@ class BlockExchange:
         if not addresses:
             return engine_pb2.SendBlocksResponse(refusal="it cannot listen")
         key = TransferKey.fresh(is_encrypted=self._security.tls is not None)
-        number = sendings.begin(found, self._replica.engine.now(), lasts_s, waits=waits)
+        number = sendings.begin(found, self._replica.engine.now(), lasts_s, waits=waits, is_leaving=is_leaving)
         self._loop.call_soon_threadsafe(self._note_asked)
-        movers.offer(number, key)
+        movers.offer(number, key, heads)
         return engine_pb2.SendBlocksResponse(
             transfer=key.transfer,
             key=key.key,
             is_encrypted=key.is_encrypted,
             addresses=[engine_pb2.RankAddress(host=host, port=port) for host, port in addresses],
             num_blocks=sum(name.startswith(KV) for name in found),
+            heads=rank_messages(movers.own.share.heads),
         )
 
     def _note_asked(self) -> None:
@@ -108,7 +116,7 @@ class BlockExchange:
         """Prefixes that are pinned here, for a replica that can take their blocks; for a router also those that lie on
         the disk alone.
         """
-        if request.kind and (self._replica.movers is None or request.kind != self._kind):
+        if request.kind and (self._replica.movers is None or request.kind != self._pins_kind):
             return engine_pb2.GetPinsResponse()
         held = await asyncio.wrap_future(self._replica.engine.between_steps(self._replica.engine.tier.pinned_prefixes))
         answer, num_left = engine_pb2.GetPinsResponse(), MAX_BLOCKS
@@ -166,13 +174,13 @@ class BlockExchange:
     async def _take_pins(self, address: str) -> None:
         try:
             stub: Any = engine_pb2_grpc.EngineStub(self._channel(address))  # type: ignore[no-untyped-call]
-            request = engine_pb2.GetPinsRequest(kind=self._kind)
+            request = engine_pb2.GetPinsRequest(kind=self._pins_kind)
             answer = await stub.GetPins(request, timeout=ASK_S, metadata=self._security.metadata())
             prefixes = [_prefix(one) for one in answer.prefixes]
             if prefixes:
                 logger.info("takes over %d pinned prefixes of the replica at %s", len(prefixes), address)
                 self._replica.engine.between_steps(lambda: self._replica.engine.tier.take_pins(prefixes, address))
-        except (grpc.aio.AioRpcError, HoldfastError, _Refused) as error:
+        except (grpc.aio.AioRpcError, HoldfastError, RefusedError) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
             logger.info("the replica at %s does not hand over its pinned prefixes: %s", address, reason)
         finally:
@@ -194,48 +202,41 @@ class BlockExchange:
     async def _ask_for(
         self, ticket: int, source: BlockSource, names: Sequence[bytes], piece: int, lasts_s: float
     ) -> None:
-        engine = self._replica.engine
+        engine, movers = self._replica.engine, self._replica.movers
+        assert movers is not None, "only a mover asks"
+        share, block_size = movers.own.share, source.block_size or self._replica.info.block_size
         request = engine_pb2.SendBlocksRequest(
-            kind=self._kind,
+            kind=self._replica.info.transfer_kind(),
             names=b"".join(name for name in names if name.startswith(KV)),
             lasts_ms=min(MAX_LASTS_MS, round(1e3 * lasts_s)),
             as_computed=source.is_computing,
+            is_leaving=source.is_leaving,
+            block_size=block_size,
+            numbers=share.layout.numbers,
+            own_block_size=share.layout.block_size,
+            heads=rank_messages(share.heads),
         )
         try:
             stub: Any = engine_pb2_grpc.EngineStub(self._channel(source.address))  # type: ignore[no-untyped-call]
             metadata = self._security.metadata()
             answer: engine_pb2.SendBlocksResponse = await stub.SendBlocks(request, timeout=ASK_S, metadata=metadata)
-            if answer.refusal:
-                raise _Refused(answer.refusal)
-            key, addresses = _checked(answer, source, self._replica.info.tensor_parallel_size)
-            receive = partial(self._receive, ticket, addresses, key, answer.num_blocks, piece)
-            engine.between_steps(partial(receive, is_computing=source.is_computing))
-        except (grpc.aio.AioRpcError, HoldfastError, _Refused) as error:
+            key, there = read_answer(answer, source, share.heads, block_size)
+            engine.between_steps(partial(self._receive, ticket, there, key, answer.num_blocks, piece))
+        except (grpc.aio.AioRpcError, HoldfastError, RefusedError) as error:
             reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
             logger.info("the replica at %s sends no blocks, and they are computed here: %s", source.address, reason)
             engine.tier.cut_restore(ticket)
 
-    def _receive(
-        self,
-        ticket: int,
-        addresses: Sequence[tuple[str, int]],
-        key: TransferKey,
-        num_blocks: int,
-        piece: int,
-        *,
-        is_computing: bool,
-    ) -> None:
+    def _receive(self, ticket: int, there: SendingReplica, key: TransferKey, num_blocks: int, piece: int) -> None:
         """On the engine's thread, between two steps."""
         movers = self._replica.movers
-        if movers is not None and (names := self._replica.engine.tier.settle_restore(ticket, num_blocks)):
-            movers.receive(ticket, addresses, key, names, piece, is_computing=is_computing)
+        if movers is not None and (expected := self._replica.engine.tier.settle_restore(ticket, num_blocks)):
+            movers.receive(ticket, there, key, expected, piece)
 
     @property
-    def _kind(self) -> bytes:
-        """Kind of its blocks, with the measurements of the arithmetic."""
-        info, movers = self._replica.info, self._replica.movers
-        form = "" if movers is None else movers.own.form
-        return info.block_kind(form, info.fingerprint)
+    def _pins_kind(self) -> bytes:
+        """Kind of its blocks and of their tokens: of pinned prefixes there are hashes alone."""
+        return self._replica.info.transfer_kind(self._replica.info.block_size)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.pop(address, None)
@@ -248,10 +249,6 @@ class BlockExchange:
         return channel
 
 
-class _Refused(Exception):
-    pass
-
-
 def _names(packed: bytes) -> list[bytes]:
     """Names of blocks, one after the other. Raises `InvalidRequestError`."""
     count, rest = divmod(len(packed), NAME_BYTES)
@@ -262,24 +259,9 @@ def _names(packed: bytes) -> list[bytes]:
 
 
 def _prefix(message: engine_pb2.PinnedPrefix) -> PinnedPrefix:
-    """A pinned prefix of another replica. Raises `_Refused`."""
+    """A pinned prefix of another replica. Raises `RefusedError`."""
     packed = message.hashes
     if len(packed) % HASH_BYTES or len(packed) < 2 * HASH_BYTES:
-        raise _Refused("its answer cannot be read")
+        raise RefusedError("its answer cannot be read")
     hashes = tuple(packed[first : first + HASH_BYTES] for first in range(0, len(packed), HASH_BYTES))
     return PinnedPrefix(message.tenant, min(message.ttl_ms / 1e3, MAX_CACHE_TTL_S), hashes)
-
-
-def _checked(
-    answer: engine_pb2.SendBlocksResponse, source: BlockSource, num_ranks: int
-) -> tuple[TransferKey, list[tuple[str, int]]]:
-    """Key and addresses of an answer. A sender that listens everywhere is where its link is."""
-    if len(answer.addresses) != num_ranks or (len(answer.transfer), len(answer.key)) != (TRANSFER_BYTES, KEY_BYTES):
-        raise _Refused("its answer cannot be read")
-    link_host = source.address.rpartition(":")[0].strip("[]")
-    addresses = [(one.host, one.port) for one in answer.addresses]
-    try:
-        addresses = [(link_host if ip_address(host).is_unspecified else host, port) for host, port in addresses]
-    except ValueError as error:
-        raise _Refused(f"its answer cannot be read: {error}") from error
-    return TransferKey(answer.transfer, answer.key, answer.is_encrypted), addresses

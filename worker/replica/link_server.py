@@ -293,7 +293,8 @@ class RouterLink:
                 self._submit(request.submit)
             case "fetch_ahead":
                 with suppress(InvalidRequestError):  # as a request it will be refused
-                    self._engine.fetch_ahead(engine_request(request.fetch_ahead, self._name, self._vocab_size))
+                    later = engine_request(request.fetch_ahead, self._name, self._vocab_size)
+                    self._engine.fetch_ahead(later, self, AttemptKey(self._name, request.fetch_ahead.attempt))
             case "abort":
                 self._engine.abort(AttemptKey(self._name, request.abort.attempt))
             case "follow_cache":

@@ -35,9 +35,9 @@ Asked = TypeVar("Asked", engine_pb2.LinkRequest, engine_pb2.SendBlocksRequest, e
 # --- at the router's end ---
 
 
-def fetch_ahead_message(request: EngineRequest) -> engine_pb2.LinkRequest:
-    """A request whose blocks are fetched before it comes."""
-    return engine_pb2.LinkRequest(fetch_ahead=submit_message(0, request).submit)
+def fetch_ahead_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkRequest:
+    """A request whose blocks are fetched before it comes, and its attempt that runs elsewhere."""
+    return engine_pb2.LinkRequest(fetch_ahead=submit_message(attempt, request).submit)
 
 
 def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkRequest:
@@ -133,7 +133,12 @@ LINK_BOUNDS: Final[Bounds] = {
     "holdfast.v1.EndPinsRequest": dict.fromkeys(("tenant", "prefix"), _NAME),
     "holdfast.v1.TokenSequence": {"ids": Bound(count=2**20)},
     "holdfast.v1.SetLogLevel": {"level": _NAME},
-    "holdfast.v1.SendBlocksRequest": {"kind": _NAME, "names": Bound(size=2**22)},
+    "holdfast.v1.SendBlocksRequest": {
+        **dict.fromkeys(("kind", "numbers"), _NAME),
+        "names": Bound(size=2**22),
+        "heads": Bound(count=2**10),
+    },
+    "holdfast.v1.RankHeads": {"counts": Bound(count=2**12), "heads": Bound(count=2**18)},
 }
 """Bounds of a router's messages: wide, for routers hold their clients to narrower ones."""
 
@@ -202,7 +207,7 @@ def _source(submit: engine_pb2.Submit) -> BlockSource | None:
     if not submit.HasField("block_source"):
         return None
     found = submit.block_source
-    return BlockSource(found.address, found.num_tokens, found.is_computing)
+    return BlockSource(found.address, found.num_tokens, found.is_computing, found.block_size, found.is_leaving)
 
 
 def _member(kind: type[Kind], field: str, number: int) -> Kind:

@@ -30,6 +30,7 @@ from holdfast.worker.step_update import (
     NO_STEPS,
     CacheChanges,
     EngineStats,
+    FetchedAhead,
     Heartbeat,
     Hello,
     PlainTokens,
@@ -113,6 +114,8 @@ def step_messages(update: StepUpdate) -> Iterator[engine_pb2.LinkResponse]:
     message.step.plain_token_ids.extend(plain.token_ids)
     _add_deltas(message, deltas)
     message.step.rejections.extend(map(_rejection_message, update.rejections))
+    message.step.fetched_attempts.extend(_number(one.attempt) for one in update.fetched_ahead)
+    message.step.fetched_tokens.extend(one.num_tokens for one in update.fetched_ahead)
     if update.stats is not None:
         message.step.stats.CopyFrom(_stats_message(update.stats))
     yield message
@@ -278,6 +281,7 @@ def _step_update(step: engine_pb2.StepUpdate) -> StepUpdate:
         deltas=tuple([_token_delta(delta) for delta in step.deltas]),
         rejections=tuple([Rejection(attempt=item.attempt, error=_rejection_error(item)) for item in step.rejections]),
         cache=_cache_changes(step.cache_events) if step.HasField("cache_events") else NO_CHANGES,
+        fetched_ahead=tuple(map(FetchedAhead, step.fetched_attempts, step.fetched_tokens)),
         stats=_engine_stats(step.stats) if step.HasField("stats") else None,
     )
 
@@ -359,7 +363,7 @@ def _cache_changes(events: engine_pb2.CacheEvents) -> CacheChanges:
 
 def _engine_stats(stats: engine_pb2.EngineStats) -> EngineStats:
     fields = {name: getattr(stats, name) for name in _STATS_NAMES}
-    fields["received_bytes_per_s"] = dict(stats.received_bytes_per_s)
+    fields |= {name: dict(getattr(stats, name)) for name in ("received_bytes_per_s", "received_tokens_from")}
     step_counts = tuple(stats.step_counts)
     fields["step_counts"] = step_counts if len(step_counts) == len(NO_STEPS) else NO_STEPS  # other versions count else
     return EngineStats(**fields)

@@ -211,7 +211,9 @@ class SimulatedReplica(Process):
             case SendTakePins():
                 self._take_pins(message.address)
             case SendAhead():
-                self._post(partial(self.core.fetch_ahead, message.request, self.clock))
+                link = self._links[connection]
+                ahead = message.request, self.clock, link, link.key(message.attempt)
+                self._post(partial(self.core.fetch_ahead, *ahead))
             case SendAbort():
                 self._post(partial(self.core.abort, self._links[connection].key(message.attempt)))
 

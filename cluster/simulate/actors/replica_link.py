@@ -79,6 +79,7 @@ def _for_router(update: StepUpdate) -> StepUpdate:
         plain=plain._replace(attempts=[_number(attempt) for attempt in plain.attempts]),
         deltas=[replace(delta, attempt=_number(delta.attempt)) for delta in others],
         rejections=[replace(item, attempt=_number(item.attempt)) for item in update.rejections],
+        fetched_ahead=[one._replace(attempt=_number(one.attempt)) for one in update.fetched_ahead],
     )
 
 

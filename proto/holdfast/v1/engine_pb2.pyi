@@ -101,14 +101,18 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class BlockSource(_message.Message):
-    __slots__ = ("address", "num_tokens", "is_computing")
+    __slots__ = ("address", "num_tokens", "is_computing", "block_size", "is_leaving")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_COMPUTING_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
     address: str
     num_tokens: int
     is_computing: bool
-    def __init__(self, address: _Optional[str] = ..., num_tokens: _Optional[int] = ..., is_computing: bool = ...) -> None: ...
+    block_size: int
+    is_leaving: bool
+    def __init__(self, address: _Optional[str] = ..., num_tokens: _Optional[int] = ..., is_computing: bool = ..., block_size: _Optional[int] = ..., is_leaving: bool = ...) -> None: ...
 
 class TakePins(_message.Message):
     __slots__ = ("address",)
@@ -155,32 +159,52 @@ class EndPinsResponse(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
 
 class SendBlocksRequest(_message.Message):
-    __slots__ = ("kind", "names", "lasts_ms", "as_computed")
+    __slots__ = ("kind", "names", "lasts_ms", "as_computed", "block_size", "numbers", "own_block_size", "heads", "is_leaving")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     LASTS_MS_FIELD_NUMBER: _ClassVar[int]
     AS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    OWN_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    IS_LEAVING_FIELD_NUMBER: _ClassVar[int]
     kind: bytes
     names: bytes
     lasts_ms: int
     as_computed: bool
-    def __init__(self, kind: _Optional[bytes] = ..., names: _Optional[bytes] = ..., lasts_ms: _Optional[int] = ..., as_computed: bool = ...) -> None: ...
+    block_size: int
+    numbers: str
+    own_block_size: int
+    heads: _containers.RepeatedCompositeFieldContainer[RankHeads]
+    is_leaving: bool
+    def __init__(self, kind: _Optional[bytes] = ..., names: _Optional[bytes] = ..., lasts_ms: _Optional[int] = ..., as_computed: bool = ..., block_size: _Optional[int] = ..., numbers: _Optional[str] = ..., own_block_size: _Optional[int] = ..., heads: _Optional[_Iterable[_Union[RankHeads, _Mapping]]] = ..., is_leaving: bool = ...) -> None: ...
+
+class RankHeads(_message.Message):
+    __slots__ = ("counts", "heads")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    heads: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., heads: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SendBlocksResponse(_message.Message):
-    __slots__ = ("refusal", "transfer", "key", "is_encrypted", "addresses", "num_blocks")
+    __slots__ = ("refusal", "transfer", "key", "is_encrypted", "addresses", "num_blocks", "heads")
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     IS_ENCRYPTED_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
     refusal: str
     transfer: bytes
     key: bytes
     is_encrypted: bool
     addresses: _containers.RepeatedCompositeFieldContainer[RankAddress]
     num_blocks: int
-    def __init__(self, refusal: _Optional[str] = ..., transfer: _Optional[bytes] = ..., key: _Optional[bytes] = ..., is_encrypted: bool = ..., addresses: _Optional[_Iterable[_Union[RankAddress, _Mapping]]] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    heads: _containers.RepeatedCompositeFieldContainer[RankHeads]
+    def __init__(self, refusal: _Optional[str] = ..., transfer: _Optional[bytes] = ..., key: _Optional[bytes] = ..., is_encrypted: bool = ..., addresses: _Optional[_Iterable[_Union[RankAddress, _Mapping]]] = ..., num_blocks: _Optional[int] = ..., heads: _Optional[_Iterable[_Union[RankHeads, _Mapping]]] = ...) -> None: ...
 
 class RankAddress(_message.Message):
     __slots__ = ("host", "port")
@@ -378,7 +402,7 @@ class PoolingFacts(_message.Message):
     def __init__(self, task: _Optional[str] = ..., kind: _Optional[str] = ..., activation: _Optional[str] = ..., num_outputs: _Optional[int] = ..., is_matryoshka: bool = ..., dimensions: _Optional[_Iterable[int]] = ..., labels: _Optional[_Iterable[str]] = ..., prompt: _Optional[str] = ..., pair_template: _Optional[str] = ...) -> None: ...
 
 class StepUpdate(_message.Message):
-    __slots__ = ("step_id", "deltas", "rejections", "load", "cache_events", "plain_attempts", "plain_token_indices", "plain_token_ids", "stats")
+    __slots__ = ("step_id", "deltas", "rejections", "load", "cache_events", "plain_attempts", "plain_token_indices", "plain_token_ids", "fetched_attempts", "fetched_tokens", "stats")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     REJECTIONS_FIELD_NUMBER: _ClassVar[int]
@@ -387,6 +411,8 @@ class StepUpdate(_message.Message):
     PLAIN_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_TOKEN_INDICES_FIELD_NUMBER: _ClassVar[int]
     PLAIN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
@@ -396,8 +422,10 @@ class StepUpdate(_message.Message):
     plain_attempts: _containers.RepeatedScalarFieldContainer[int]
     plain_token_indices: _containers.RepeatedScalarFieldContainer[int]
     plain_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    fetched_attempts: _containers.RepeatedScalarFieldContainer[int]
+    fetched_tokens: _containers.RepeatedScalarFieldContainer[int]
     stats: EngineStats
-    def __init__(self, step_id: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., rejections: _Optional[_Iterable[_Union[Rejection, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cache_events: _Optional[_Union[CacheEvents, _Mapping]] = ..., plain_attempts: _Optional[_Iterable[int]] = ..., plain_token_indices: _Optional[_Iterable[int]] = ..., plain_token_ids: _Optional[_Iterable[int]] = ..., stats: _Optional[_Union[EngineStats, _Mapping]] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., rejections: _Optional[_Iterable[_Union[Rejection, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cache_events: _Optional[_Union[CacheEvents, _Mapping]] = ..., plain_attempts: _Optional[_Iterable[int]] = ..., plain_token_indices: _Optional[_Iterable[int]] = ..., plain_token_ids: _Optional[_Iterable[int]] = ..., fetched_attempts: _Optional[_Iterable[int]] = ..., fetched_tokens: _Optional[_Iterable[int]] = ..., stats: _Optional[_Union[EngineStats, _Mapping]] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
     __slots__ = ("stored", "evicted")
@@ -482,7 +510,7 @@ class Load(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_foreign_suspects: _Optional[int] = ...) -> None: ...
 
 class EngineStats(_message.Message):
-    __slots__ = ("num_steps", "num_requests", "num_finished", "num_aborted", "num_tokens_generated", "num_tokens_computed", "num_tokens_recomputed", "num_prefix_query_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_evictions", "num_used_blocks", "num_free_blocks", "num_cached_blocks", "num_wasted_slots", "step_time_s", "num_forked_tokens", "num_draft_tokens", "num_accepted_tokens", "num_expired", "num_total_blocks", "num_running", "num_waiting", "num_waiting_tokens", "prefill_tokens_per_s", "plan_time_s", "commit_time_s", "step_counts", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes", "num_used_slots", "num_cached_slots", "num_total_slots", "num_snapshot_hits", "num_snapshot_evictions", "num_disk_hit_tokens", "num_disk_losses", "num_digest_failures", "num_disk_errors", "num_disk_blocks", "disk_bytes", "disk_backlog_bytes", "num_pinned_blocks", "num_received_tokens", "num_sent_blocks", "received_bytes", "sent_bytes", "received_bytes_per_s", "num_adapter_loads", "num_resident_adapters", "adapter_load_s")
+    __slots__ = ("num_steps", "num_requests", "num_finished", "num_aborted", "num_tokens_generated", "num_tokens_computed", "num_tokens_recomputed", "num_prefix_query_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_evictions", "num_used_blocks", "num_free_blocks", "num_cached_blocks", "num_wasted_slots", "step_time_s", "num_forked_tokens", "num_draft_tokens", "num_accepted_tokens", "num_expired", "num_total_blocks", "num_running", "num_waiting", "num_waiting_tokens", "prefill_tokens_per_s", "plan_time_s", "commit_time_s", "step_counts", "gpu_utilization", "gpu_memory_used_bytes", "gpu_memory_total_bytes", "num_used_slots", "num_cached_slots", "num_total_slots", "num_snapshot_hits", "num_snapshot_evictions", "num_disk_hit_tokens", "num_disk_losses", "num_digest_failures", "num_disk_errors", "num_disk_blocks", "disk_bytes", "disk_backlog_bytes", "num_pinned_blocks", "num_received_tokens", "num_sent_blocks", "received_bytes", "sent_bytes", "received_bytes_per_s", "received_tokens_from", "num_cut_transfers", "num_adapter_loads", "num_resident_adapters", "adapter_load_s")
     class ReceivedBytesPerSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -490,6 +518,13 @@ class EngineStats(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class ReceivedTokensFromEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -539,6 +574,8 @@ class EngineStats(_message.Message):
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_TOKENS_FROM_FIELD_NUMBER: _ClassVar[int]
+    NUM_CUT_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     NUM_ADAPTER_LOADS_FIELD_NUMBER: _ClassVar[int]
     NUM_RESIDENT_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_LOAD_S_FIELD_NUMBER: _ClassVar[int]
@@ -591,7 +628,9 @@ class EngineStats(_message.Message):
     received_bytes: int
     sent_bytes: int
     received_bytes_per_s: _containers.ScalarMap[str, float]
+    received_tokens_from: _containers.ScalarMap[str, int]
+    num_cut_transfers: int
     num_adapter_loads: int
     num_resident_adapters: int
     adapter_load_s: float
-    def __init__(self, num_steps: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_aborted: _Optional[int] = ..., num_tokens_generated: _Optional[int] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_recomputed: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_wasted_slots: _Optional[int] = ..., step_time_s: _Optional[float] = ..., num_forked_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., plan_time_s: _Optional[float] = ..., commit_time_s: _Optional[float] = ..., step_counts: _Optional[_Iterable[int]] = ..., gpu_utilization: _Optional[float] = ..., gpu_memory_used_bytes: _Optional[int] = ..., gpu_memory_total_bytes: _Optional[int] = ..., num_used_slots: _Optional[int] = ..., num_cached_slots: _Optional[int] = ..., num_total_slots: _Optional[int] = ..., num_snapshot_hits: _Optional[int] = ..., num_snapshot_evictions: _Optional[int] = ..., num_disk_hit_tokens: _Optional[int] = ..., num_disk_losses: _Optional[int] = ..., num_digest_failures: _Optional[int] = ..., num_disk_errors: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_backlog_bytes: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_received_tokens: _Optional[int] = ..., num_sent_blocks: _Optional[int] = ..., received_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_bytes_per_s: _Optional[_Mapping[str, float]] = ..., num_adapter_loads: _Optional[int] = ..., num_resident_adapters: _Optional[int] = ..., adapter_load_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, num_steps: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_aborted: _Optional[int] = ..., num_tokens_generated: _Optional[int] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_recomputed: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_wasted_slots: _Optional[int] = ..., step_time_s: _Optional[float] = ..., num_forked_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., plan_time_s: _Optional[float] = ..., commit_time_s: _Optional[float] = ..., step_counts: _Optional[_Iterable[int]] = ..., gpu_utilization: _Optional[float] = ..., gpu_memory_used_bytes: _Optional[int] = ..., gpu_memory_total_bytes: _Optional[int] = ..., num_used_slots: _Optional[int] = ..., num_cached_slots: _Optional[int] = ..., num_total_slots: _Optional[int] = ..., num_snapshot_hits: _Optional[int] = ..., num_snapshot_evictions: _Optional[int] = ..., num_disk_hit_tokens: _Optional[int] = ..., num_disk_losses: _Optional[int] = ..., num_digest_failures: _Optional[int] = ..., num_disk_errors: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_backlog_bytes: _Optional[int] = ..., num_pinned_blocks: _Optional[int] = ..., num_received_tokens: _Optional[int] = ..., num_sent_blocks: _Optional[int] = ..., received_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_bytes_per_s: _Optional[_Mapping[str, float]] = ..., received_tokens_from: _Optional[_Mapping[str, int]] = ..., num_cut_transfers: _Optional[int] = ..., num_adapter_loads: _Optional[int] = ..., num_resident_adapters: _Optional[int] = ..., adapter_load_s: _Optional[float] = ...) -> None: ...

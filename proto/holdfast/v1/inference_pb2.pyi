@@ -620,13 +620,22 @@ class StoreLoad(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ..., max_bytes: _Optional[int] = ..., num_objects: _Optional[int] = ..., num_jobs_waiting: _Optional[int] = ..., num_jobs_running: _Optional[int] = ..., oldest_job_s: _Optional[float] = ...) -> None: ...
 
 class ReplicaLoad(_message.Message):
-    __slots__ = ("replica_id", "model", "num_running", "num_waiting", "num_free_blocks", "num_total_blocks", "stats")
+    __slots__ = ("replica_id", "model", "num_running", "num_waiting", "num_free_blocks", "num_total_blocks", "role", "received_tokens_from", "stats")
+    class ReceivedTokensFromEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_TOKENS_FROM_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     model: str
@@ -634,11 +643,13 @@ class ReplicaLoad(_message.Message):
     num_waiting: int
     num_free_blocks: int
     num_total_blocks: int
+    role: str
+    received_tokens_from: _containers.ScalarMap[str, int]
     stats: ReplicaStats
-    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ...) -> None: ...
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., role: _Optional[str] = ..., received_tokens_from: _Optional[_Mapping[str, int]] = ..., stats: _Optional[_Union[ReplicaStats, _Mapping]] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
-    __slots__ = ("num_steps", "num_requests", "num_finished", "num_aborted", "num_tokens_generated", "num_tokens_computed", "num_tokens_recomputed", "num_prefix_query_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_evictions", "num_used_blocks", "num_free_blocks", "num_cached_blocks", "num_wasted_slots", "step_time_s", "num_forked_tokens", "num_draft_tokens", "num_accepted_tokens", "num_expired", "num_disk_hit_tokens", "num_disk_blocks", "disk_bytes", "num_received_tokens", "num_sent_blocks", "received_bytes", "sent_bytes")
+    __slots__ = ("num_steps", "num_requests", "num_finished", "num_aborted", "num_tokens_generated", "num_tokens_computed", "num_tokens_recomputed", "num_prefix_query_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_evictions", "num_used_blocks", "num_free_blocks", "num_cached_blocks", "num_wasted_slots", "step_time_s", "num_forked_tokens", "num_draft_tokens", "num_accepted_tokens", "num_expired", "num_disk_hit_tokens", "num_disk_blocks", "disk_bytes", "num_received_tokens", "num_sent_blocks", "received_bytes", "sent_bytes", "num_cut_transfers")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -666,6 +677,7 @@ class ReplicaStats(_message.Message):
     NUM_SENT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CUT_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_requests: int
     num_finished: int
@@ -693,4 +705,5 @@ class ReplicaStats(_message.Message):
     num_sent_blocks: int
     received_bytes: int
     sent_bytes: int
-    def __init__(self, num_steps: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_aborted: _Optional[int] = ..., num_tokens_generated: _Optional[int] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_recomputed: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_wasted_slots: _Optional[int] = ..., step_time_s: _Optional[float] = ..., num_forked_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_disk_hit_tokens: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., num_received_tokens: _Optional[int] = ..., num_sent_blocks: _Optional[int] = ..., received_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ...) -> None: ...
+    num_cut_transfers: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_aborted: _Optional[int] = ..., num_tokens_generated: _Optional[int] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_recomputed: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_wasted_slots: _Optional[int] = ..., step_time_s: _Optional[float] = ..., num_forked_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_disk_hit_tokens: _Optional[int] = ..., num_disk_blocks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., num_received_tokens: _Optional[int] = ..., num_sent_blocks: _Optional[int] = ..., received_bytes: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., num_cut_transfers: _Optional[int] = ...) -> None: ...

@@ -129,6 +129,8 @@ def _replica(one: ReplicaLoad) -> dict[str, Any]:
         "model": one.model,
         "num_ranks": one.num_ranks,
         "is_retiring": one.is_retiring,
+        "role": one.role,
+        "received_from": dict(one.received_from),
         "num_running": load.num_running,
         "num_waiting": load.num_waiting,
         "num_used_blocks": load.num_total_blocks - load.num_free_blocks,

@@ -170,6 +170,30 @@ def test_stats_of_no_server_is_a_failure(capsys: pytest.CaptureFixture[str]):
     assert "is `holdfast serve` running there?" in capsys.readouterr().err
 
 
+def test_status_draws_who_sent_blocks_to_whom_the_most_first(capsys: pytest.CaptureFixture[str]):
+    from rich.console import Console
+
+    told = inference_pb2.ReplicaStats(received_bytes=1 << 20)
+    loads = [
+        inference_pb2.ReplicaLoad(
+            replica_id="r0", model="m", role="decode", received_tokens_from={"r1": 7, "r2": 12345}
+        ),
+        inference_pb2.ReplicaLoad(replica_id="r1", model="m", role="prefill", stats=told),
+        inference_pb2.ReplicaLoad(replica_id="r2", model="m", received_tokens_from={"10.0.0.1:7": 8}),
+    ]
+    load = inference_pb2.GetLoadResponse(replicas=loads)
+    router = status.RouterStatus("a:1", load, inference_pb2.ListModelsResponse())
+    Console(width=200).print(status.view([router]))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    at = lines.index("blocks sent between replicas")
+    assert lines[at - 1] == ""
+    assert lines[at + 1 :] == ["r2 -> r0: 12,345 tokens", "10.0.0.1:7 -> r2: 8 tokens", "r1 -> r0: 7 tokens"]
+    assert any(line.startswith("m r0 (decode)") for line in lines)
+    assert any(line.startswith("m r2 ") for line in lines)
+    Console(width=200).print(status.view([status.RouterStatus("a:1", inference_pb2.GetLoadResponse(), router.models)]))
+    assert "blocks sent" not in capsys.readouterr().out
+
+
 def test_status_tells_what_is_on_the_disk():
     """Of a replica whose cache has a store below it."""
     told = inference_pb2.ReplicaStats(num_disk_blocks=7, disk_bytes=1 << 20)

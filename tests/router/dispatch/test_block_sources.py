@@ -5,12 +5,13 @@ from dataclasses import replace
 from holdfast.router.config import RouterConfig
 from holdfast.router.events import SendTakePins
 from holdfast.worker.request import BlockSource
+from holdfast.worker.step_update import EngineStats
 from tests.router.core import Core, delta, facts, load, sent
 from tests.router.dispatch.test_prefix_routing import cached_on
 
 
 def up(core: Core, replica_id: str, **changes: object) -> None:
-    known = facts(replica_id, transfers_blocks=True, address=f"{replica_id}:1", **changes)
+    known = facts(replica_id, **{"transfers_blocks": True, "address": f"{replica_id}:1", **changes})
     core.dispatch.replica_up(known, load(), core.now)
 
 
@@ -78,6 +79,55 @@ def test_other_policies_know_of_no_prefix_but_of_the_replica_that_is_left():
     assert sent(retire(core, attempt.replica_id)).request.block_source == BlockSource(f"{attempt.replica_id}:1", 642)
 
 
+KNOWN = {"answers_digest": b"four", "release": "1"}
+
+
+def on_other_ranks(core: Core, **changes: object) -> None:
+    """One replica of two ranks, and then one of one."""
+    up(core, "a", **{**KNOWN, **changes})
+    up(core, "b", **KNOWN, tensor_parallel_size=1)
+
+
+def test_another_number_of_ranks_is_another_version_with_the_same_keys_and_values():
+    core = Core()
+    on_other_ranks(core)
+    cached_on(core, "a")
+    retire(core, "a")
+    assert sent(core.submit("one", num_prompt_tokens=641)).request.block_source == BlockSource("a:1", 640)
+
+
+def test_ranks_that_are_not_known_to_compute_the_same_are_not_named():
+    for changes in ({"answers_digest": b""}, {"row_invariant": False}, {"max_model_len": 999}):
+        core = Core()
+        on_other_ranks(core, **changes)
+        cached_on(core, "a")
+        retire(core, "a")
+        assert sent(core.submit("one", num_prompt_tokens=641)).request.block_source is None, changes
+
+
+def test_a_source_says_how_many_tokens_its_blocks_have_where_that_is_another_number():
+    core = Core()
+    up(core, "a", block_size=32)
+    up(core, "b")
+    attempt = sent(core.submit("one", num_prompt_tokens=50))
+    core.step(delta(attempt.attempt, 0, 1, 2, 3), replica_id=attempt.replica_id)
+    size = {"a": 32, "b": 16}[attempt.replica_id]
+    moved = sent(retire(core, attempt.replica_id))
+    assert moved.request.block_source == BlockSource(f"{attempt.replica_id}:1", 53, block_size=size)
+
+
+def test_loads_name_who_sent_to_whom_also_once_the_sender_is_lost():
+    core = both()
+    told = EngineStats(received_tokens_from={"a:1": 640, "10.0.0.9:7": 16})
+    core.step(replica_id="b", stats=told)
+    for is_lost in (False, True):
+        if is_lost:
+            core.down("a")
+        (told,) = [one for one in core.dispatch.loads() if one.replica_id == "b"]
+        assert told.received_from == {"a": 640, "10.0.0.9:7": 16}
+        assert told.role == ""
+
+
 # --- pins of a replica that leaves ---
 
 
@@ -119,6 +169,14 @@ def test_one_that_is_called_back_and_retires_again_hands_on_again():
     retire(core, "a")
     core.dispatch.replica_retiring("a", False, core.now)
     assert heirs(retire(core, "a")) == [("b", "a:1")]
+
+
+def test_pins_are_handed_to_other_ranks_and_not_to_other_blocks():
+    core = Core()
+    on_other_ranks(core)
+    up(core, "c", block_size=32, num_blocks=900, **KNOWN)
+    assert heirs(retire(core, "a")) == [("b", "a:1")]
+    assert heirs(core.down("b")) == []
 
 
 def test_replicas_that_send_no_blocks_have_no_heirs():

@@ -31,6 +31,8 @@ def roles(core: Core) -> dict[str, Role]:
 def test_roles_go_by_the_order_of_ids():
     core = core_of("c", "a", "b", "d", prefill=1, decode=2)
     assert roles(core) == {"a": Role.PREFILL, "b": Role.DECODE, "c": Role.DECODE, "d": Role.BOTH}
+    told = {one.replica_id: one.role for one in core.dispatch.loads()}
+    assert told == {"a": "prefill", "b": "decode", "c": "decode", "d": "both"}
 
 
 def test_a_lost_role_is_taken_over():
@@ -113,7 +115,7 @@ def test_the_replica_that_will_decode_is_told_when_the_prompt_is_sent_to_the_oth
     core = core_of("a", "b", "c", decode=2)
     actions = core.submit("one", num_prompt_tokens=LONG)
     (ahead,) = told_ahead(actions)
-    assert ahead.replica_id in ("b", "c")
+    assert (ahead.replica_id in ("b", "c"), ahead.attempt) == (True, sent(actions).attempt)
     assert ahead.request.block_source == BlockSource("a:1", LONG, is_computing=True)
     moved = core.step(delta(sent(actions).attempt, 0, 5), replica_id="a")
     assert sent(moved).replica_id == ahead.replica_id

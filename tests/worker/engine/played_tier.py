@@ -71,9 +71,11 @@ class PlayedMover:
 class Listener:
     def __init__(self) -> None:
         self.deltas: list = []
+        self.updates: list[StepUpdate] = []
 
     def on_update(self, update: StepUpdate) -> None:
         self.deltas += update.deltas
+        self.updates.append(update)
 
     def ask_in_doubt(self) -> bool:
         return False

@@ -16,6 +16,7 @@ from holdfast.worker.cache import sealing
 from holdfast.worker.cache.sealing import KeySealer, Sealer, WrongDigestError
 from holdfast.worker.engine import block_mover, block_sockets
 from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
+from holdfast.worker.engine.incoming_blocks import Taker
 from holdfast.worker.engine.tier_mover import KV
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.kv_cache import BlockBytes
@@ -83,6 +84,20 @@ def test_blocks_come_in_order_and_whole(server, is_encrypted):
     assert is_emptied(server)
 
 
+def test_memory_of_a_frame_is_used_again_once_none_of_its_blocks_is():
+    memory = block_sockets._FrameMemory()
+    first = memory.frame(100)
+    row = np.frombuffer(first.data[10:20], np.uint8)
+    address = first.ctypes.data
+    del first
+    kept = memory.frame(100)
+    assert kept.ctypes.data != address, "a block of it is still used"
+    del row
+    again = memory.frame(60)
+    assert (again.ctypes.data, again.size) == (address, 60)
+    assert memory.frame(101).ctypes.data not in (address, kept.ctypes.data)
+
+
 def test_what_was_sent_before_the_connection_came_is_kept(server):
     key = TransferKey.fresh(is_encrypted=False)
     server.offer(key)
@@ -123,7 +138,7 @@ def test_a_rank_whose_connection_is_slow_keeps_no_more_than_its_bound(monkeypatc
     pool = BlockBytes([np.zeros((4, 64), np.uint8)])
     mover, key = block_mover.BlockMover(None, {KV: pool}), TransferKey.fresh(is_encrypted=False)
     port = mover.listen("127.0.0.1")
-    mover.offer(1, key)
+    mover.offer(1, [Taker(key)])
     for name in NAMES:
         mover.send(1, [(name, 0)])
     assert len(Received(port, key).wait().blocks) == 3

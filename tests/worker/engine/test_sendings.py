@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from holdfast.worker.engine import restores
 from holdfast.worker.engine import sendings as sendings_module
+from holdfast.worker.engine.restore import Expected
 from holdfast.worker.engine.tier_mover import Place
 from holdfast.worker.request import BlockSource, EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
@@ -91,6 +93,14 @@ def test_running_requests_pay_a_share_of_their_steps(full, monkeypatch):
     assert full.mover.sent[number] == full.names()
 
 
+def test_a_replica_that_leaves_pays_more(full, monkeypatch):
+    monkeypatch.setattr(sendings_module, "MIN_BYTES", BLOCK_BYTES)
+    number = begin(full, is_leaving=True)
+    full.submit("running", (90, 91, 92))
+    full.run(step_s=0.01)
+    assert 1 <= len(full.mover.sent[number]) <= 4, "three steps give 3 ms"
+
+
 def test_evicted_blocks_are_not_held_for_a_sending():
     small = Played(num_blocks=12)
     small.submit("computed")
@@ -161,7 +171,8 @@ def test_what_is_computed_sooner_is_not_asked_for():
 def test_a_replica_that_has_less_than_was_said_sends_that():
     played = Played()
     played.submit("a", block_source=THERE)
-    assert played.tier.restores.settle(1, 5) == played.names()[:5]
+    names = played.names()[:5]
+    assert played.tier.restores.settle(1, 5) == Expected(names, names, 0)
     played.tier.restores.note_piece(1)
     played.idle()
     played.run()
@@ -170,9 +181,9 @@ def test_a_replica_that_has_less_than_was_said_sends_that():
 
 def test_what_nobody_waits_for_any_more_is_not_received():
     played = Played()
-    assert played.tier.restores.settle(1, 5) == ()
+    assert played.tier.restores.settle(1, 5) is None
     played.submit("a", block_source=THERE)
-    assert played.tier.restores.settle(1, 0) == ()
+    assert played.tier.restores.settle(1, 0) is None
     played.idle()
     played.run()
     assert finished(played) == {"a"}
@@ -225,9 +236,90 @@ def test_an_aborted_request_leaves_nothing_open():
     assert played.mover.fetched[1] == ()
 
 
+def received(played: Played, name: str, source: BlockSource, *, is_cut: bool = False) -> None:
+    played.submit(name, block_source=source)
+    ticket = max(played.mover.asked)
+    if not is_cut:
+        played.tier.restores.note_piece(ticket)
+    played.tier.restores.cut(ticket)
+    played.idle()
+    played.run()
+    played.core.forget_cache()
+
+
+def test_tokens_are_counted_by_who_sent_them_and_transfers_that_brought_less():
+    played = Played()
+    received(played, "a", THERE)
+    received(played, "b", BlockSource("other:1", 1000))
+    received(played, "c", THERE)
+    stats = played.stats
+    assert stats.received_tokens_from == {"other:1": 32, "there:1": 64}
+    assert (stats.num_received_tokens, stats.num_cut_transfers) == (96, 0)
+    received(played, "d", BlockSource("third:1", 1000), is_cut=True)
+    assert played.stats.num_cut_transfers == 1
+    assert played.stats.received_tokens_from == stats.received_tokens_from
+
+
+def test_the_last_senders_alone_are_remembered(monkeypatch):
+    monkeypatch.setattr(restores, "MAX_SENDERS", 2)
+    played = Played()
+    for name in ("there", "b", "there", "c"):
+        received(played, f"{name} {len(played.mover.asked)}", BlockSource(f"{name}:1", 1000))
+    assert played.stats.received_tokens_from == {"there:1": 64, "c:1": 32}
+
+
 # --- what is computed meanwhile ---
 
 COMPUTING = THERE._replace(is_computing=True)
+
+
+def fetched(played: Played) -> list[tuple[str, int]]:
+    """Attempts that the listener was told of, and tokens."""
+    played.idle()
+    return [tuple(one) for update in played.listener.updates for one in update.fetched_ahead]
+
+
+def told_ahead(played: Played, name: str, prompt: Sequence[int] = PROMPT, output: Sequence[int] = ()) -> None:
+    request = EngineRequest(
+        request_id=name,
+        prompt_token_ids=tuple(prompt),
+        output_token_ids=tuple(output),
+        sampling_params=SamplingParams(max_tokens=20, seed=1),
+        block_source=COMPUTING,
+    )
+    played.core.fetch_ahead(request, 0.0, played.listener, name)
+
+
+def test_who_wants_blocks_ahead_is_told_once_they_are_here():
+    played = Played()
+    told_ahead(played, "a", PROMPT[:20], PROMPT[20:])
+    assert played.mover.asked == {1: played.names()}, "those of its output too"
+    assert fetched(played) == []
+    played.tier.restores.note_piece(1)
+    assert fetched(played) == [("a", 32)]
+    assert fetched(played) == [("a", 32)], "once"
+    told_ahead(played, "b")
+    assert fetched(played)[1:] == [("b", 32)], "nothing is missing"
+
+
+def test_who_wants_blocks_ahead_is_told_how_many_have_come():
+    played = Played()
+    played.mover.missing = set(played.names()[5:])
+    told_ahead(played, "a")
+    played.tier.restores.note_piece(1)
+    assert fetched(played) == [("a", 20)]
+    told_ahead(played, "b")
+    played.tier.restores.cut(2)
+    assert fetched(played)[1:] == [("b", 20)]
+
+
+def test_who_wants_blocks_ahead_of_a_replica_that_fetches_none_is_told_at_once():
+    played = Played(computing_s=0.0)
+    told_ahead(played, "a")
+    assert fetched(played) == [("a", 0)]
+    played.core.detach(played.listener)
+    told_ahead(played, "b")
+    assert fetched(played) == [("a", 0)]
 
 
 def ahead(played: Played, now: float = 0.0, **fields) -> None:

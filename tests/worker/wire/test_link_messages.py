@@ -38,6 +38,7 @@ from holdfast.worker.step_update import (
     NO_STEPS,
     CacheChanges,
     EngineStats,
+    FetchedAhead,
     Heartbeat,
     Hello,
     PlainTokens,
@@ -127,20 +128,24 @@ def deltas(draw: st.DrawFn) -> TokenDelta:
     )
 
 
+MAPPED = ("step_counts", "received_bytes_per_s", "received_tokens_from")
 loads = of(EngineLoad, **{item.name: uint32 for item in fields(EngineLoad)})
 stats = of(
     EngineStats,
-    **{item.name: uint32 for item in fields(EngineStats) if item.name not in ("step_counts", "received_bytes_per_s")}
+    **{item.name: uint32 for item in fields(EngineStats) if item.name not in MAPPED}
     | {name: st.floats(0, allow_infinity=False) for name in ("step_time_s", "plan_time_s", "commit_time_s")},
     received_bytes_per_s=st.dictionaries(text, st.floats(0, allow_infinity=False), max_size=3),
+    received_tokens_from=st.dictionaries(text, uint32, max_size=3),
     step_counts=st.lists(uint64, min_size=len(NO_STEPS), max_size=len(NO_STEPS)).map(tuple),
 )
 hashes = st.lists(uint64, max_size=5).map(tuple)
+fetched = st.builds(FetchedAhead, st.builds(AttemptKey, st.just("link-1"), uint64), uint64)
 updates = of(
     StepUpdate,
     step_id=uint64,
     load=loads,
     deltas=st.lists(deltas(), max_size=3).map(tuple),
+    fetched_ahead=st.lists(fetched, max_size=3).map(tuple),
     cache=of(CacheChanges, stored=hashes, evicted=hashes),
     stats=st.none() | stats,
 )
@@ -197,7 +202,9 @@ def test_a_router_can_end_a_replica():
 def test_an_update_comes_through_with_the_numbers_of_attempts(update):
     (message,) = link_responses.step_messages(update)
     plain, others = PlainTokens.split([replace(delta, attempt=delta.attempt.number) for delta in update.deltas])
-    assert sent_up(message) == replace(update, plain=PlainTokens(*map(tuple, plain)), deltas=tuple(others))
+    ahead = tuple([one._replace(attempt=one.attempt.number) for one in update.fetched_ahead])
+    read = replace(update, plain=PlainTokens(*map(tuple, plain)), deltas=tuple(others), fetched_ahead=ahead)
+    assert sent_up(message) == read
 
 
 @given(said=st.lists(deltas(), max_size=9))

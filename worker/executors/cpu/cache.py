@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import IntArray, StepBatch
+from holdfast.worker.executors.block_layout import UNIT, BlockLayout, Bytes, PageForm
 from holdfast.worker.executors.cpu.prefault import KvPrefault, Pages
 from holdfast.worker.executors.cpu.tile_memory import address_of
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
-from holdfast.worker.executors.kv_cache import BlockBytes, Bytes, KVSpec
+from holdfast.worker.executors.kv_cache import BlockBytes, BlockMemory, KVSpec
 from holdfast.worker.model_info import TILE_TOKENS, Window
 
 SUB_PAGE: Final = 16
@@ -105,8 +106,15 @@ class TiledCache:
         """Follows the steps."""
         self.bytes = BlockBytes([_rows(memory) for memory in memories])
         """Blocks, to be copied elsewhere and back."""
-        self.form = f"{kept} {block_size} {blake2b(places.numpy().tobytes(), digest_size=8).hexdigest()} {specs}"
+        order = blake2b(places.numpy().tobytes(), digest_size=8).hexdigest()
+        self.form = f"{kept} {block_size} {order} {specs}"
         """Names how bytes of a block are laid out: equal forms, equal meaning."""
+        self._layout = BlockLayout(
+            numbers=f"{kept} {order}".removeprefix("torch."),
+            pages=tuple(_page_form(spec, kept) for spec in specs),
+            block_size=block_size,
+            heads=tuple(tuple(range(one.first_kv_head, one.first_kv_head + one.num_kv_heads)) for one in specs),
+        )
 
     @property
     def addresses(self) -> list[int]:
@@ -122,6 +130,12 @@ class TiledCache:
             (layer.block_size, layer.stride_bytes, in_window)
             for layer, in_window in zip(self._layers, self._in_window, strict=True)
         ]
+
+    @property
+    def block_memory(self) -> BlockMemory:
+        """The blocks, to be copied between two steps."""
+        layout = self._layout if self.window is None else None
+        return BlockMemory(blocks=self.bytes, form=self.form, layout=layout)
 
     def parts(self, layer: int) -> tuple[Tensor, ...]:
         """A layer's keys, values and the bytes of scales, [block, head, ...] each, as they lie."""
@@ -233,6 +247,16 @@ class BlockForm:
 
     def _bytes_of_token(self, spec: KVSpec) -> int:
         return bytes_per_token(spec, self.dtype, in_int8=self.in_int8)
+
+
+def _page_form(spec: KVSpec, kept: torch.dtype) -> PageForm:
+    tiles = _whole(spec.value_dim, SUB_PAGE) // SUB_PAGE
+    return PageForm(
+        keys=UNIT * _whole(spec.key_dim, 32) * kept.itemsize,
+        values=UNIT * tiles * SUB_PAGE * kept.itemsize,
+        value_tiles=tiles,
+        scale=_SCALE_BYTES if kept == torch.int8 else 0,
+    )
 
 
 def _block_bytes(spec: KVSpec, block_size: int, kept: torch.dtype) -> int:

@@ -197,9 +197,9 @@ class CpuExecutor:
         """The caches that were allocated, to be copied between two steps."""
         assert self._cache is not None, "a cache is allocated before blocks are moved"
         if (states := self._states) is None:
-            return BlockMemory(blocks=self._cache.bytes, form=self._cache.form)
+            return self._cache.block_memory
         form = f"{self._cache.form} {[pool.shape[1] for pool in states.pools]}"
-        return BlockMemory(blocks=self._cache.bytes, form=form, states=states.bytes, copy_states=states.copy)
+        return replace(self._cache.block_memory, form=form, states=states.bytes, copy_states=states.copy)
 
     def warm_up(self, max_rows: int) -> None:
         """Does nothing: no step does what the next need not."""

@@ -54,6 +54,7 @@ from holdfast.worker.executors.layout import (
     Mlp,
     Rotary,
     TokenInputs,
+    kv_source,
 )
 from holdfast.worker.executors.layout_arithmetic import QueryScale
 from holdfast.worker.executors.linears import Linear, Norm
@@ -130,6 +131,8 @@ class PackedModel(PartPacker):
             num_sites=len(self._places),
         )
         self.sites = {place: self.sites[place] for place in adaptable(layout)}
+        own = [layer.attention for layer in layout.layers if layer.attention and kv_source(layer) is None]
+        self._first_kv_heads = [one.first_kv_head if isinstance(one, Attention) else 0 for one in own]
         self._arena.finish()
         self._spent = self._compactor = None
 
@@ -147,8 +150,9 @@ class PackedModel(PartPacker):
                 key_dim=layer.head_dim,
                 value_dim=0 if layer.latent else layer.head_dim,
                 sliding_window=layer.window or None,
+                first_kv_head=first_kv_head,
             )
-            for layer in self.attending()
+            for layer, first_kv_head in zip(self.attending(), self._first_kv_heads, strict=True)
         ]
 
     def put_pages(

@@ -38,6 +38,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     told(`${cluster.open} open, ${cluster.queued} queued, ${counted(cluster.failovers, "failover")}`);
     at("weights").textContent = cluster.models.map(weights).join("; ");
     drawRows(cluster.replicas, cluster.is_killable);
+    drawTransfers(cluster.replicas);
     at("waiting").replaceChildren(
       ...cluster.waiting.map((one) => made("li", "", `${one.count} × ${one.class}, ${one.tenant || "no tenant"}, ${one.model}`)),
     );
@@ -51,6 +52,25 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     const names = cluster.models.map((one) => one.model).join();
     if (names !== models) onModels();
     models = names;
+  }
+
+  /** Who sent blocks to whom, the most first: tokens since the receiver's start, and those of the last second. */
+  function drawTransfers(replicas) {
+    const pairs = replicas.flatMap((one) => Object.entries(one.received_from).map(([sender, tokens]) => ({ sender, one, tokens })));
+    pairs.sort((left, right) => right.tokens - left.tokens);
+    const most = Math.max(...pairs.map((pair) => pair.tokens));
+    at("transfers").replaceChildren(...pairs.slice(0, 20).map((pair) => transfer(pair, most)));
+    if (!pairs.length) at("transfers").append(made("li", "quiet", "no transfers yet"));
+  }
+
+  function transfer({ sender, one, tokens }, most) {
+    const last = before.get(one.replica_id);
+    const now = last ? tokens - (last.received_from[sender] ?? 0) : 0;
+    const rate = now > 0 ? `, ${number(now)} in the last second` : "";
+    const element = made("li", now > 0 ? "transfer now" : "transfer", `${shortName(sender)} → ${shortName(one.replica_id)}: ${number(tokens)} tokens${rate}`);
+    element.title = `from ${sender} to ${one.replica_id}`;
+    element.style.setProperty("--share", tokens / most);
+    return element;
   }
 
   /** How a model's weights are quantized, and their memory; made-up ones have none that is known. */
@@ -154,7 +174,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     const columns = [...at("columns").cells].map((column) => column.textContent);
     const cells = [
       made("td", "", `${one.num_ranks}`),
-      made("td", "", `${one.num_running} + ${one.num_waiting}`),
+      made("td", "", `${one.num_running} + ${one.num_waiting}${one.role ? `, ${one.role}` : ""}`),
       blocks(one),
       made("td", "", percent(one.prefix_hit_rate)),
       made("td", "", percent(one.acceptance)),

@@ -7,10 +7,11 @@ import pytest
 
 from holdfast.router.api.http.page_files import FOLDER, PAGE
 from holdfast.router.security.gate import Gate
+from holdfast.v1 import engine_pb2
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
 from tests.router.security.test_gate import Keys, key_of, secret_of
-from tests.router.site import site
+from tests.router.site import eventually, site
 
 CODE = {path: (FOLDER / name).read_text() for path, (name, _) in PAGE.items()}
 
@@ -63,6 +64,26 @@ def test_every_id_that_the_code_asks_for_is_on_the_page_and_labelled():
 
 
 @on_a_loop
+async def test_the_view_tells_who_sent_blocks_to_whom():
+    replicas = [await FakeReplica.start("one"), await FakeReplica.start("two")]
+    stats = engine_pb2.EngineStats(received_tokens_from={replicas[0].endpoint.address: 640, "10.0.0.9:7": 16})
+    async with site(*replicas, http=True) as place:
+
+        async def received() -> dict[str, dict[str, int]]:
+            replicas[1].say(engine_pb2.StepUpdate(stats=stats))
+            seen = (await got(place, "/cluster")).json()["replicas"]
+            return {one["replica_id"]: one["received_from"] for one in seen if "num_cached_blocks" in one}
+
+        await eventually(lambda: received())
+        assert await received() == {"two": {"one": 640, "10.0.0.9:7": 16}}
+        lines = (await got(place, "/metrics")).text.splitlines()
+        assert [line for line in lines if line.startswith("holdfast_transferred_tokens_total")] == [
+            'holdfast_transferred_tokens_total{model="fake",replica="two",sender="one"} 640.0',
+            'holdfast_transferred_tokens_total{model="fake",replica="two",sender="10.0.0.9:7"} 16.0',
+        ]
+
+
+@on_a_loop
 async def test_the_view_tells_of_replicas_and_of_what_happens_to_them():
     replicas = [await FakeReplica.start("one"), await FakeReplica.start("two")]
     async with site(*replicas, http=True) as place:
@@ -70,6 +91,7 @@ async def test_the_view_tells_of_replicas_and_of_what_happens_to_them():
         assert [one["kind"] for one in seen["events"]] == ["up", "up"]
         assert {one["replica_id"] for one in seen["replicas"]} == {"one", "two"}
         assert seen["replicas"][0]["num_ranks"] == 2  # as a fake replica says of itself
+        assert [one["role"] for one in seen["replicas"]] == ["", ""]
         (model,) = seen["models"]
         assert (model["quantization"], model["weight_bytes"]) == ("GGUF Q4_1", 3 << 20)
         assert (seen["open"], seen["queued"], seen["waiting"]) == (0, 0, [])

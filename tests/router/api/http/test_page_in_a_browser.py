@@ -11,6 +11,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.server.router import Router
+from holdfast.v1 import engine_pb2
 from scripts.browser import BrowserMissing, chromium
 from tests.fakes import FakeReplica
 from tests.router.api.http.test_openai_sdk import with_template
@@ -185,6 +186,24 @@ def test_nothing_of_the_replicas_is_cut_at_any_width_and_an_empty_chat_offers_so
             await page.do(page.find("#clear")[0].click)
             assert page.find("#empty")[0].is_displayed()
             assert not page.find(".message")
+            assert not page.complaints()
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_transfers_are_drawn_from_replica_to_replica():
+    async def run() -> None:
+        replicas = await two_replicas()
+        async with opened(*replicas) as page:
+            await page.until(lambda: page.find("#transfers .quiet"))
+            told = {replicas[0].endpoint.address: 1280, "10.0.0.9:7": 320}
+            replicas[1].say(engine_pb2.StepUpdate(stats=engine_pb2.EngineStats(received_tokens_from=told)))
+            await page.until(lambda: len(page.find("#transfers .transfer")) == 2)
+            largest, other = page.find("#transfers .transfer")
+            assert largest.text.startswith("one → two: 1,280 tokens")
+            assert largest.get_attribute("title") == "from model#Replica#one to model#Replica#two"
+            assert other.get_attribute("style") == "--share: 0.25;"
             assert not page.complaints()
 
     asyncio.run(run())
