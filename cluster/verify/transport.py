@@ -16,6 +16,8 @@ from holdfast.worker.errors import ConfigurationError
 _WRONG_KEY: Final = "wrong-key-of-an-audit"
 _BUSY: Final = (429, 503)  # HTTP statuses
 _MAX_WAIT_S: Final = 10.0
+_CLOSED: Final = "RemoteProtocolError: Server disconnected without sending a response"
+"""Error of httpx for a connection that ended before the first byte of an answer."""
 
 
 class BudgetExceeded(Exception):
@@ -115,8 +117,12 @@ class Transport:
             await asyncio.sleep(-self._allowance / self.budget.rate)
 
     async def _patiently(self, ask: Ask, on_first: Callable[[], None]) -> Answer:
-        """A server that is busy is asked once more, after the time that it names."""
+        """A server that is busy is asked once more, after the time that it names. So is one that closed the connection
+        before its answer began: it may have closed an idle connection just as the request was sent.
+        """
         answer, retry_s = await self._once(ask, on_first)
+        if answer.error.startswith(_CLOSED):
+            answer, retry_s = await self._once(ask, on_first)
         if answer.status in _BUSY and ask.is_valid:
             await asyncio.sleep(min(retry_s, _MAX_WAIT_S))
             answer, _ = await self._once(ask, on_first)

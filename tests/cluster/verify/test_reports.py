@@ -11,6 +11,7 @@ import pytest
 
 from holdfast.cluster.verify.audit import Audit
 from holdfast.cluster.verify.compare import damage
+from holdfast.cluster.verify.exchange import Ask
 from holdfast.cluster.verify.finding import Kind
 from holdfast.cluster.verify.metrics_server import MetricsServer
 from holdfast.cluster.verify.report import Report, page
@@ -45,6 +46,32 @@ def test_the_command_needs_nothing_of_what_serves_models(tmp_path):
     assert "api.missing" in ran.stdout
     assert json.loads(paths[0].read_text())["counts"]["fault"] == 3
     assert "api.missing" in paths[1].read_text()
+
+
+class Closing(Planted):
+    """A server that closes the connections of its first requests before it answers."""
+
+    def __init__(self, num_closed: int) -> None:
+        super().__init__()
+        self.num_closed = num_closed
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self.num_closed:
+            self.num_closed -= 1
+            raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+        return await super().handle_async_request(request)
+
+
+@pytest.mark.parametrize(("num_closed", "is_ok"), [(1, True), (2, False)])
+def test_a_connection_that_closed_while_it_was_idle_is_no_error_of_the_server(num_closed, is_ok):
+    async def run() -> bool:
+        transport = Transport("http://server", "", Budget(), inner=Closing(num_closed))
+        body = {"model": "base", "prompt": "x", "max_tokens": 1, "temperature": 0}
+        (answer,) = await transport.send([Ask(path="completions", body=body)])
+        await transport.close()
+        return answer.is_ok
+
+    assert asyncio.run(run()) == is_ok
 
 
 def test_every_report_has_the_findings_and_none_has_the_key():
