@@ -100,7 +100,7 @@ class KeptPrefix(NamedTuple):
 
     tenant: bytes
     tenant_name: bytes
-    """As it was given."""
+    """Name in the request."""
     name: bytes
     num_before: int
     """Names of the prefix before that one."""

@@ -79,7 +79,7 @@ class Place:
 
 
 _Index = slice | Tensor
-"""Of numbers that follow each other: a slice, which copies nothing."""
+"""Places of numbers; a slice, which copies nothing, where they follow each other."""
 
 
 class _Expected(NamedTuple):

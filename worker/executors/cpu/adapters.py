@@ -178,3 +178,4 @@ def _units(numbers: Tensor) -> np.ndarray:
 
 
 _UNITS: Final = {2: torch.int16, 4: torch.int32}
+"""Integers of a size in bytes, as which numbers of that size are read."""
