@@ -100,8 +100,7 @@ async def run(
     streams = await stream_all([address], prompts, params, watch)
     if moving is not None:
         await moving
-    for replica in (first, second):
-        await operator.drain(replica, is_over=True)
+    await operator.drain(first if drains else second, is_over=True)
     return streams, ordered[0] if ordered else 0.0
 
 
