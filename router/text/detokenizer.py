@@ -8,12 +8,12 @@ the first. So a short window is decoded again with each token. It begins with to
 A run of byte tokens is decoded as a whole, so it joins the window only when it ends.
 """
 
-import codecs
 from collections.abc import Sequence
 from typing import Final
 
 from holdfast.router.text.token_table import REPLACEMENT, is_nothing
 from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.text.utf8 import Utf8Decoder
 
 _MAX_CONTEXT: Final = 6  # tokens of the prompt
 _MAX_WINDOW: Final = 24
@@ -30,7 +30,7 @@ class ByteRun:
         self.token_ids: list[int] = []
         self.is_broken = False
         """Whether it is invalid UTF-8, whatever follows."""
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._decoder = Utf8Decoder()
 
     @property
     def is_whole(self) -> bool:

@@ -228,6 +228,13 @@ MAMBAS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NORMS_GROUPS: bool = "group_size" in inspect.signature(MambaRMSNormGated).parameters
 """Whether transformers norms each group of Mamba2 alone by itself, as the model's authors do; 5.17 norms all as one."""
+
+
+def has_reference(config: Any) -> bool:
+    """Whether Hugging Face's modules of this version are right for a model with this config."""
+    return NORMS_GROUPS or config.model_type != "mamba2" or config.n_groups == 1
+
+
 PATTERNS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: ("lfm2", {**LFM2, **changes})

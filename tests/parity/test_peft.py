@@ -29,7 +29,7 @@ FAMILIES = {
 def test_equal_to_the_forward_of_peft(family, tmp_path):
     base = save_tiny_model(family, tmp_path / "base")
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     config = peft.LoraConfig(
         **{"lora_alpha": 16, "init_lora_weights": False, "task_type": "CAUSAL_LM"} | FAMILIES[family]
     )

@@ -4,13 +4,13 @@ Text that may become a stop string is held back, and its tokens with it: so ever
 sent, also where a stop string removes the text of several tokens.
 """
 
-import codecs
 from collections.abc import Sequence
 from typing import Final
 
 from holdfast.router.generation import OutputDelta
 from holdfast.router.text.token_table import REPLACEMENT, is_nothing
 from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.text.utf8 import Utf8Decoder
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 
@@ -41,7 +41,7 @@ class TextOffsets:
         self._text = text
         self._at = start
         """Characters before the last run of byte tokens, and before an incomplete character."""
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._utf8 = Utf8Decoder("replace")
         self._run = _Run()
         self._context: list[int] | None = None
         """Tokens before the first one; None after that."""
@@ -95,7 +95,7 @@ class TextOffsets:
         waiting, _ = self._utf8.getstate()
         if not waiting or not data:
             return False
-        strict = codecs.getincrementaldecoder("utf-8")()
+        strict = Utf8Decoder()
         try:
             strict.decode(waiting + data[:1])
         except UnicodeDecodeError:
@@ -135,7 +135,7 @@ class _Run:
         self._num_dropped = 0
         """Spaces at the beginning of a text that its decoder drops, unless the run is broken."""
         self._is_broken = False
-        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._utf8 = Utf8Decoder()
 
     @property
     def num_chars(self) -> int:

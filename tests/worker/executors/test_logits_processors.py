@@ -183,7 +183,9 @@ def test_the_repetition_penalty_is_hugging_faces():
 def test_bad_words_are_hugging_faces_where_the_prompt_is_none():
     words, outputs, logits = [(7,), (4, 5), (9, 4, 6), (8, 4, 6)], (9, 4), made(1)
     theirs = NoBadWordsLogitsProcessor([list(word) for word in words])(torch.tensor([outputs]), logits.clone())
-    assert banned(edited(logits, params(outputs=outputs, bad_words=words))) == banned(theirs) == [{7, 5, 6}]
+    (ours,), (known,) = banned(edited(logits, params(outputs=outputs, bad_words=words))), banned(theirs)
+    assert ours == {7, 5, 6}
+    assert known <= ours, "5.17 forgets words that share their last token"
 
 
 @pytest.mark.parametrize("num_outputs", [0, 1, 2, 3])

@@ -18,7 +18,7 @@ from holdfast.worker.models import reference
 from holdfast.worker.models.reference import Reference
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 from tests.fake_group import run_ranks
-from tests.parity.hybrids import DELTA_NETS, KIMIS, MAMBAS, made, save_hybrid
+from tests.parity.hybrids import DELTA_NETS, KIMIS, MAMBAS, has_reference, made, save_hybrid
 from tests.worker.executors.cpu.native import library_or_skip, other_classes, same_bits
 from tests.worker.models.layouts import stated
 
@@ -126,7 +126,8 @@ def excess(logits: Tensor, expected: Tensor) -> float:
 def test_they_have_the_logits_of_hugging_face_and_the_same_bits_in_any_pieces(pattern, runner):
     model = made(pattern)
     whole = runner.run(90)
-    assert excess(whole, model(torch.tensor(IDS[:1]), use_cache=False).logits[0]) < TOLERANCE
+    if has_reference(model.config):
+        assert excess(whole, model(torch.tensor(IDS[:1]), use_cache=False).logits[0]) < TOLERANCE
     for cut in (1, 7, 64):
         assert same_bits(runner.run(cut), whole), cut
 
