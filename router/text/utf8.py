@@ -1,10 +1,10 @@
 """UTF-8 of tokens that end within characters, decoded as the Unicode standard has it."""
 
 import codecs
-from typing import Any
+from typing import Any, Final
 
-_FIRST_OF_SURROGATES = 0xED
-_SURROGATES_FROM = 0xA0
+_FIRST_BYTE: Final = 0xED  # of three, of a surrogate
+_SECOND_FROM: Final = 0xA0  # its second byte is this or more
 
 
 class Utf8Decoder(codecs.BufferedIncrementalDecoder):
@@ -15,6 +15,6 @@ class Utf8Decoder(codecs.BufferedIncrementalDecoder):
     def _buffer_decode(self, data: Any, errors: str, final: bool) -> tuple[str, int]:
         text, num_read = codecs.utf_8_decode(data, errors, final)
         left = bytes(data[num_read:])
-        if len(left) == 2 and left[0] == _FIRST_OF_SURROGATES and left[1] >= _SURROGATES_FROM:
+        if len(left) == 2 and left[0] == _FIRST_BYTE and left[1] >= _SECOND_FROM:
             return codecs.utf_8_decode(data, errors, True)
         return text, num_read

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,31 @@ def test_an_update_ends_no_stream_and_changes_none(cluster: Serving, tmp_path: P
         assert all(len(one.versions) == 1 and one.is_guaranteed for one in streams)
         assert updates.answer(cluster.routers[1], "other") == right
         assert streams[-1].version == new
+    finally:
+        removed = run_time.models("remove", "other")
+    assert removed.returncode == 0, removed.stderr
+
+
+@pytest.mark.slow
+def test_an_update_audits_its_canary_while_streams_run(cluster: Serving):
+    """By the checks of `holdfast verify`, over HTTP, beside other requests that the canary gets."""
+    folders = [str(Path(bundled_model.__file__).parent / name) for name in ("model", "draft")]
+    added = run_time.models("add", "demo", "--served-model-name", "other")
+    assert added.returncode == 0, added.stderr
+    try:
+        canary = ("--canary", "0.5", "--canary-for", "2", "--min-requests", "1", "--audit")
+        command = ("update", "other", "--model", folders[1], *canary)
+        said, streams = asyncio.run(updates.traffic_during(cluster.routers, "other", *command))
+        assert said.returncode == 0, said.stderr
+        print(f"{said.stdout}{len(streams)} streams")
+        (num_audited,) = re.findall(r"nothing was found by the audit of (\d+) answers", said.stdout)
+        assert int(num_audited) > 100
+        assert [one.error for one in streams if one.error is not None] == []
+        old, new = streams[0].version, streams[-1].version
+        assert {one.version for one in streams} == {old, new}
+        for version, folder in zip((old, new), folders, strict=True):
+            of_version = [one for one in streams if one.version == version]
+            assert [one.token_ids for one in of_version] == tokens_of(folder, of_version)
     finally:
         removed = run_time.models("remove", "other")
     assert removed.returncode == 0, removed.stderr
