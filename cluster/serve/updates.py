@@ -183,8 +183,9 @@ class Update:
         self._wait_for_links()
         started_s = steps.now()
         while True:
+            wrong_answers = steps.wrong_answers(version)  # first: an audit takes long, and requests end meanwhile
             others, canary = (since(self._counts(one.version), one) for one in before)
-            seen = Observed(canary=canary, others=others, wrong_answers=steps.wrong_answers(version))
+            seen = Observed(canary=canary, others=others, wrong_answers=wrong_answers)
             reason = verdict(seen)
             if reason is not None:
                 raise UpdateRolledBackError(f"{plan.model}: canary {version} was rolled back: {reason}")

@@ -1,6 +1,7 @@
 """SmolLM2 from its GGUF file on a cluster whose replica is killed under its streams."""
 
 import asyncio
+import re
 import signal
 import sys
 import time
@@ -72,8 +73,9 @@ def test_every_place_says_how_its_weights_are_quantized_and_what_memory_they_tak
     for path, key in (("/v1/models", "data"), ("/cluster", "models")):
         (model,) = httpx2.get(http + path).json()[key]
         assert (model["quantization"], model["weight_bytes"]) == (scheme, num_bytes), path
-    metric = f'holdfast_model_weight_bytes{{model="smollm2",quantization="{scheme}"}} {float(num_bytes)}'
-    assert metric in httpx2.get(f"{http}/metrics").text
+    metric = f'holdfast_model_weight_bytes{{model="smollm2",quantization="{scheme}"}} '
+    (value,) = re.findall(f"^{re.escape(metric)}(.*)$", httpx2.get(f"{http}/metrics").text, re.MULTILINE)
+    assert float(value) == num_bytes
     memory = readable_bytes(num_bytes)
     for command in (
         ["status", "--server", address],

@@ -182,6 +182,20 @@ def test_a_good_canary_is_promoted_once_it_has_served_enough():
     assert cluster.replicas == {NEW: 2}
 
 
+def test_requests_that_end_during_a_long_audit_count():
+    """It takes longer than a canary is waited for."""
+    cluster = FakeCluster()
+
+    def audit(version: str) -> list[str]:
+        cluster.time_s += 50.0
+        cluster.count(version, num_finished=30)
+        return []
+
+    cluster.wrong_answers = audit
+    update(cluster, share=0.1, watch_s=10.0, min_requests=20)
+    assert cluster.replicas == {NEW: 2}
+
+
 @pytest.mark.parametrize("fault", ["wrong", "failed", "lost", "idle"])
 def test_a_bad_canary_is_taken_back(fault: str):
     cluster = FakeCluster()
