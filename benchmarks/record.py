@@ -36,7 +36,7 @@ def record(name: str, module: str, arguments: list[str], folder: Path = RESULTS)
     }
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "figures.json"
-        option = _option_for_figures(module)
+        option = option_for_figures(module)
         command = [sys.executable, "-m", module, *arguments, *([option, str(out)] if option else ())]
         began_s = time.monotonic()
         printed = _shown(command)
@@ -50,7 +50,8 @@ def record(name: str, module: str, arguments: list[str], folder: Path = RESULTS)
     return part.replace(path)
 
 
-def _option_for_figures(module: str) -> str | None:
+def option_for_figures(module: str) -> str | None:
+    """`--json` or `--out`, by which the benchmark writes its figures; `None` where it writes none."""
     found = importlib.util.find_spec(module)
     source = Path(found.origin).read_text() if found is not None and found.origin is not None else ""
     return next((option for option in ("--json", "--out") if f'"{option}"' in source), None)
