@@ -241,12 +241,12 @@ def _harmony_grammar(rules: LarkRules, tools: Sequence[Tool], choice: ToolChoice
     """Thoughts, a message to the user, and one call, at which gpt-oss stops; with `auto` an answer in its place."""
     again = rules.text(f"{START}assistant")
     thoughts = f"{rules.text(f'{CHANNEL}{ANALYSIS}{MESSAGE}')} {rules.free_text('thoughts', END)} {again}"
-    told = f"{rules.text(f'{CHANNEL}commentary{MESSAGE}')} {rules.free_text('told', END)} {again}"
+    preamble = f"{rules.text(f'{CHANNEL}commentary{MESSAGE}')} {rules.free_text('preamble', END)} {again}"
     chosen = [tool for tool in tools if choice.mode != "named" or tool.name == choice.name]
     answer = _calls(rules, _HARMONY, [_as_wanted(tool) for tool in chosen] if choice.mode == "auto" else chosen, False)
     if choice.mode == "auto":
         answer += f" | {rules.text(f'{CHANNEL}final{MESSAGE}')} {rules.any_text('ANSWER')}"
-    before = f"({thoughts})* ({told})?" if has_thoughts else ""
+    before = f"({thoughts})* ({preamble})?" if has_thoughts else ""
     rules.add("start", f"{before} {rules.add('answer', answer)}")
     return rules.written()
 

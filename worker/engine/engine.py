@@ -160,7 +160,7 @@ class Engine:
     def fetch_ahead(
         self, request: EngineRequest, listener: StepListener | None = None, attempt: Hashable = None
     ) -> None:
-        """Fetches blocks from the source of a request that comes later. A listener is told of `attempt` then."""
+        """Fetches blocks from the source of a request that comes later. The listener then gets `attempt`."""
         self._inbox.put_unless_closed(lambda: self._core.fetch_ahead(request, self._clock(), listener, attempt))
 
     def abort(self, attempt: Hashable) -> None:

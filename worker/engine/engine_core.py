@@ -131,8 +131,8 @@ class EngineCore:
     def fetch_ahead(
         self, request: EngineRequest, now: float, listener: StepListener | None = None, attempt: Hashable = None
     ) -> None:
-        """Fetches blocks from the source of a request that comes later, as far as there is room. Then `listener` is
-        told of `attempt`.
+        """Fetches blocks from the source of a request that comes later, as far as there is room. Then `listener` gets
+        `attempt`.
         """
         self.held.fetch_ahead(request, now, listener, attempt)
         self.held.tell_fetched(self._output_queues)

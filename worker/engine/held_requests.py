@@ -40,7 +40,7 @@ class HeldRequests:
         self.for_blocks: dict[Hashable, HeldRequest] = {}
         """Requests that wait for blocks. To be read only."""
         self._ahead: list[tuple[Restore | int, StepListener, Hashable]] = []
-        """Blocks that are fetched ahead, or tokens that are here already; who is told, and of which attempt."""
+        """Blocks that are fetched ahead, or tokens that are here already; the listener to notify, and the attempt."""
 
     @property
     def for_adapters(self) -> dict[Hashable, HeldRequest]:
@@ -58,7 +58,7 @@ class HeldRequests:
         return restore is not None
 
     def fetch_ahead(self, request: EngineRequest, now: float, listener: StepListener | None, attempt: Hashable) -> None:
-        """Fetches blocks of a request that comes later, as far as there is room. The listener is to be told."""
+        """Fetches blocks of a request that comes later, as far as there is room. The listener is notified."""
         restore = 0 if self.tier is None else self.tier.restores.fetch_ahead(request, now)
         if listener is not None:
             self._ahead.append((restore, listener, attempt))

@@ -93,8 +93,8 @@ def load_model(
     check_pooled(config.model, folder)
     if has_weights:
         _check_room(config, folder, group, device)
-    if group.rank == 0 and (told := text_model_notice(folder)) is not None:
-        logger.info("%s: %s", config.model.name, told)
+    if group.rank == 0 and (notice := text_model_notice(folder)) is not None:
+        logger.info("%s: %s", config.model.name, notice)
     loaded = load_backend(config, folder, group, device, progress)
     backend, facts, target = loaded.backend, loaded.facts, loaded.target
     check_own_dtype(config, str(target.dtype).removeprefix("torch."))

@@ -109,7 +109,7 @@ class ReplicaShape:
     make_runner: Callable[[int, int, int, Window | None], Runner]
     """Maker of a runner from the number of blocks, their size, the number of state slots, and the window."""
     kv_bytes_per_token: int = 0
-    """Bytes of a token's keys and values, which transfers go by; 0: they are not told."""
+    """Bytes of a token's keys and values, which determine how long a transfer takes; 0: unknown."""
     num_state_slots: int = 0
     """0: the model keeps no states."""
     state_blocks: int = 0

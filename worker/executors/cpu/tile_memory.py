@@ -87,7 +87,7 @@ class TileShape(NamedTuple):
 
 
 Pack = Callable[[int, int], int]
-"""Packs rows to an address, as panels of so many bytes or, 0, as they are; outcome: the bits below."""
+"""Packs rows to an address, as panels of this many bytes, or plainly where it is 0; outcome: the bits below."""
 
 MISFIT: Final = 1
 """Bit of an outcome: the rows have too many exponents to be compact, and what was written is of no use
@@ -158,7 +158,7 @@ class CompactTiles:
         if first:
             self._compactor.expand(panels, first, self._shape.k_tiles, tiles.address)
         outcome = tiles.write(first, pack)
-        mark.value = _KEPT_AS_TILES  # others that find this memory packed are told by it
+        mark.value = _KEPT_AS_TILES  # a process that finds this memory packed reads it
         return outcome
 
     def _keep_tiles(self) -> PlainTiles:

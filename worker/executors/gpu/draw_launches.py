@@ -135,12 +135,12 @@ class DrawLaunches:
             "bests": take("raw bests", (num_rows, num_blocks)),
             "masses": take("raw masses", (num_rows, num_blocks)),
         }
-        told = take("told", (num_rows, REPORT_WORDS + 2 * most), torch.int32)
+        report = take("report", (num_rows, REPORT_WORDS + 2 * most), torch.int32)
         listed = take("listed", (num_rows, num_blocks), torch.int32)
-        out = {"drawn": drawn, "told": told, "listed": listed, "most": most, "BLOCKS": _power(num_blocks)}
+        out = {"drawn": drawn, "report": report, "listed": listed, "most": most, "BLOCKS": _power(num_blocks)}
         self._run(reports.block_masses, (num_rows, num_chunks), {**shared, **found})
         self._run(reports.tell, (num_rows,), {**shared, **found, **out})
-        return told
+        return report
 
     def _run(self, kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         warps = _CHUNK_WARPS if len(grid) > 1 else _ROW_WARPS

@@ -214,7 +214,7 @@ class DeviceSampler:
         return self._buffers.take("drawn", (num_rows,), torch.int32)
 
     def _told(self, num_rows: int, most: int) -> Tensor:
-        return self._buffers.take("told", (num_rows, REPORT_WORDS + 2 * most), torch.int32)
+        return self._buffers.take("report", (num_rows, REPORT_WORDS + 2 * most), torch.int32)
 
     def _records(self, packed: list[bytes], padded: int) -> Tensor:
         """The records on the device, with those of rows that are none behind them."""

@@ -205,7 +205,7 @@ def tell(
     bests,  # [rows, chunks * 16], float32
     masses,  # [rows, chunks * 16], float32
     listed,  # [rows, chunks * 16], int32: room
-    told,  # [rows, HEAD + 2 most], int32: HEAD words, the best tokens, their log-probabilities
+    report,  # [rows, HEAD + 2 most], int32: HEAD words, the best tokens, their log-probabilities
     stride,
     vocab,
     num_chunks,
@@ -215,7 +215,7 @@ def tell(
     """Reports about a row's token, if requested. Grid: (rows,)."""
     program = tl.program_id(0).to(tl.int64)
     row, num_blocks = logits + program * stride, num_chunks * CHUNK_BLOCKS
-    out, own = told + program * (HEAD + 2 * most), program * num_blocks
+    out, own = report + program * (HEAD + 2 * most), program * num_blocks
     token, count = tl.load(drawn + program), tl.load(records + program * RECORD + NUM_LOGPROBS)
     tl.store(out, token)
     tl.store(out + 1, 1)
