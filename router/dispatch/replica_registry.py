@@ -286,13 +286,13 @@ class ReplicaRegistry:
         )
 
     def _senders(self, replica: ReplicaState) -> dict[str, int]:
-        """Tokens that a replica has received, by the senders' ids."""
+        """Tokens that a replica has received, by the senders' ids in order."""
         found = {} if replica.stats is None else replica.stats.received_tokens_from
         by_id: dict[str, int] = {}
         for address, num_tokens in found.items():
             sender = self._ids.get(address, address)
             by_id[sender] = by_id.get(sender, 0) + num_tokens
-        return by_id
+        return dict(sorted(by_id.items()))
 
     def _shared(self, state: ModelState, snapshot: RoutingSnapshot, key: str) -> RoutingSnapshot:
         """A model's replicas for a request, where a canary gets a share."""
