@@ -18,7 +18,7 @@ from tests.chaos.kinds import KINDS
 from tests.chaos.load import Load, steady_load
 from tests.chaos.tally import Row, Tally
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(450)]
 
 CONTROLLER = Path("/sys/fs/cgroup/memory")
 MB = 2**20
@@ -29,6 +29,8 @@ NUM_CLIENTS = 4
 MAX_TOKENS = 60
 SHORT_S = 15.0
 BACK_S = 90.0
+RETURN_S = 240.0
+"""Ray misses a worker that is ended while it starts only when its 60 s to register are over; it may happen thrice."""
 LIMIT_S = 350
 POLL_S = 0.1
 
@@ -119,7 +121,7 @@ async def starve(cluster: Served, group: Group, load: Load, tally: Tally) -> Non
     await load.judge_all(row)
     assert row.num_streams > 0
     assert row.is_clean, row.differences
-    async with asyncio.timeout(BACK_S):
+    async with asyncio.timeout(RETURN_S):
         while len(cluster.named(":Replica")) < 2 or len(cluster.named(":Router")) < 2:
             await asyncio.sleep(POLL_S)
 
