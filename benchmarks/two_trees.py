@@ -1,6 +1,6 @@
 """Regression check of a benchmark: this checkout and another one in turns, and the ratio of each figure.
 
-    python -m benchmarks.two_trees OTHER MODULE [--turns 5] [--json FILE] [-- OPTIONS OF THE BENCHMARK]
+    python -m benchmarks.two_trees OTHER MODULE [--turns 5] [--only TEXT] [--json FILE] [-- OPTIONS]
     python -m benchmarks.two_trees ../before benchmarks.router -- --rounds 1 --seconds 1.2
 
 OTHER is the folder of another checkout, with its native libraries built. The benchmark must write figures by `--json`
@@ -92,14 +92,18 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], epilog="After --: options of the benchmark."
+    )
     parser.add_argument("other", type=Path, help="folder of the other checkout")
     parser.add_argument("module", help="as benchmarks.router")
-    parser.add_argument("options", nargs="*", help="of the benchmark, after --")
     parser.add_argument("--turns", type=int, default=5, help="pairs of runs")
     parser.add_argument("--only", default="", help="shows figures whose path contains this")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    words = sys.argv[1:]
+    mark = words.index("--") if "--" in words else len(words)
+    arguments = parser.parse_args(words[:mark])
+    arguments.options = words[mark + 1 :]
     arguments.other = arguments.other.resolve()
     if not (arguments.other / "benchmarks").is_dir():
         parser.error(f"other: {arguments.other}: is no checkout: it has no folder benchmarks")
