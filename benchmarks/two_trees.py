@@ -5,7 +5,8 @@
 
 OTHER is the folder of another checkout, with its native libraries built. The benchmark must write figures by `--json`
 or `--out` in both. Pairs of runs alternate (this first, then the other first), so that both see the same company on the
-machine; the ratio of a pair is this checkout's figure divided by the other's. A list of numbers counts as its median.
+machine, after a pair that is not counted; the ratio of a pair is this checkout's figure divided by the other's. A list
+of numbers counts as its median.
 """
 
 import argparse
@@ -59,15 +60,18 @@ def run_once(tree: Path, module: str, options: list[str]) -> Figures:
         return dict(flat(json.loads(out.read_text())))
 
 
-def in_turns(other: Path, module: str, options: list[str], turns: int) -> list[tuple[Figures, Figures]]:
-    """(this checkout's figures, the other's) of each pair of runs."""
+def in_turns(
+    other: Path, module: str, options: list[str], turns: int, renamed: tuple[str, str] = ("", "")
+) -> list[tuple[Figures, Figures]]:
+    """(this checkout's figures, the other's) of each pair of runs. `renamed`: a word in the other's paths, and ours."""
     pairs = []
-    for turn in range(turns):
+    for turn in range(turns + 1):
         order = (_HERE, other) if turn % 2 == 0 else (other, _HERE)
         by_tree = {tree: run_once(tree, module, options) for tree in order}
-        pairs.append((by_tree[_HERE], by_tree[other]))
-        print(f"pair {turn + 1} of {turns}", file=sys.stderr, flush=True)
-    return pairs
+        theirs = {name.replace(*renamed): figure for name, figure in by_tree[other].items()}
+        pairs.append((by_tree[_HERE], theirs))
+        print(f"pair {turn} of {turns}" if turn else "warm", file=sys.stderr, flush=True)
+    return pairs[1:]
 
 
 def ratios(pairs: list[tuple[Figures, Figures]]) -> dict[str, list[float]]:
@@ -79,7 +83,8 @@ def ratios(pairs: list[tuple[Figures, Figures]]) -> dict[str, list[float]]:
 
 def main() -> None:
     arguments = _arguments()
-    pairs = in_turns(arguments.other, arguments.module, arguments.options, arguments.turns)
+    renamed = tuple(arguments.renamed.split("="))
+    pairs = in_turns(arguments.other, arguments.module, arguments.options, arguments.turns, renamed)
     found = {name: one for name, one in ratios(pairs).items() if arguments.only in name}
     if arguments.json:
         arguments.json.write_text(json.dumps({"pairs": pairs, "ratios": found}, indent=1))
@@ -99,6 +104,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("module", help="as benchmarks.router")
     parser.add_argument("--turns", type=int, default=5, help="pairs of runs")
     parser.add_argument("--only", default="", help="shows figures whose path contains this")
+    parser.add_argument("--renamed", default="=", metavar="THEIRS=OURS", help="a word in the paths of figures")
     parser.add_argument("--json", type=Path)
     words = sys.argv[1:]
     mark = words.index("--") if "--" in words else len(words)
@@ -107,6 +113,8 @@ def _arguments() -> argparse.Namespace:
     arguments.other = arguments.other.resolve()
     if not (arguments.other / "benchmarks").is_dir():
         parser.error(f"other: {arguments.other}: is no checkout: it has no folder benchmarks")
+    if arguments.renamed.count("=") != 1:
+        parser.error(f"renamed: {arguments.renamed}: must be THEIRS=OURS")
     if arguments.turns < 1:
         parser.error(f"turns: {arguments.turns}: must be at least 1")
     return arguments
