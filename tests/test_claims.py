@@ -82,6 +82,12 @@ def problem_of(command: str) -> str:
     if program == "pytest":
         missing = [word for word in words if word.startswith("tests/") and not (ROOT / word).exists()]
         return f"no such file: {missing}" if missing else ""
+    if "--" in words:  # a benchmark that is run by another one: its options follow
+        mark = words.index("--")
+        inner = next(word for word in words[2:mark] if word.startswith("benchmarks."))
+        return problem_of(shlex.join([program, *words[:mark]])) or problem_of(
+            shlex.join([program, "-m", inner, *words[mark + 1 :]])
+        )
     spec = importlib.util.find_spec(words[1]) if words[:1] == ["-m"] else None
     if spec is None or spec.origin is None:
         return f"no such module: {words}"
@@ -98,6 +104,7 @@ def test_a_command_exists(command):
 def test_commands_that_do_not_exist_are_found():
     assert problem_of("python -m benchmarks.no_such_thing")
     assert problem_of("python -m benchmarks.routing --no-such-option 3")
+    assert problem_of("python -m benchmarks.two_trees OTHER benchmarks.router -- --no-such-option 3")
     assert problem_of("pytest tests/no_such_file.py")
     with pytest.raises(Exception, match="no-such-command"):
         problem_of("holdfast no-such-command")
