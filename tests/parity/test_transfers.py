@@ -14,9 +14,11 @@ import pytest
 from holdfast.v1 import engine_pb2_grpc
 from holdfast.worker.cache.sealing import Sealer
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.engine import block_sockets, tier_mover
+from holdfast.worker.engine import block_sockets, sendings, tier_mover
 from holdfast.worker.engine.block_sockets import Block, BlockServer
+from holdfast.worker.engine.sendings import Sendings
 from holdfast.worker.errors import HoldfastError
+from holdfast.worker.replica import block_exchange
 from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import BlockSource, EngineRequest
@@ -38,6 +40,15 @@ EVERYWHERE = 10**6
 def _always_worth_it(monkeypatch):
     """Computing a prompt takes a minute, so that whatever another replica has is asked for."""
     monkeypatch.setattr(StepTimeModel, "prefill_s", lambda *_: LIMIT_S)
+
+
+@pytest.fixture(autouse=True)
+def _however_slow(monkeypatch):
+    """No transfer ends because the machine is busy."""
+    monkeypatch.setattr(block_exchange, "ASK_S", LIMIT_S)
+    monkeypatch.setattr(sendings, "STALL_S", LIMIT_S)
+    for limit in ("HANDSHAKE_S", "STALL_S"):
+        monkeypatch.setattr(block_sockets, limit, LIMIT_S)
 
 
 @contextmanager
@@ -114,6 +125,15 @@ def test_a_prefix_that_another_replica_has_is_not_computed_again(num_ranks, fold
 
 def test_blocks_come_while_they_are_computed(folder, requests, monkeypatch):
     """The second one is told of a prompt before the first one gets it, in chunks."""
+    asked = threading.Event()
+    begin = Sendings.begin
+
+    def noted_begin(self: Sendings, *args, **options) -> int:
+        number = begin(self, *args, **options)
+        asked.set()
+        return number
+
+    monkeypatch.setattr(Sendings, "begin", noted_begin)
     monkeypatch.setattr(tier_mover, "PIECE_BYTES", 1 << 14)
     worker = config(folder, None)
     chunked = worker.model_copy(
@@ -124,6 +144,7 @@ def test_blocks_come_while_they_are_computed(folder, requests, monkeypatch):
 
         def ask(address: str) -> None:
             second.replica.engine.fetch_ahead(replace(one, block_source=BlockSource(address, EVERYWHERE, True)))
+            assert asked.wait(LIMIT_S)
             expected = first.ask(one)
             assert second.ask(from_there(one, address)) == expected
 

@@ -205,7 +205,7 @@ class Engine:
 
     def between_steps(self, action: Callable[[], Result]) -> "Future[Result]":
         """Runs `action` on the engine's thread, while no step is in flight. The future has the result or the error; if
-        the engine ends before, the reason. Raises `ReplicaError` if the engine has ended.
+        the engine ends before, the reason. A caller may cancel it. Raises `ReplicaError` if the engine has ended.
         """
         future: Future[Result] = Future()
         self._inbox.put(lambda: self._settle(future, action))
@@ -353,6 +353,8 @@ class Engine:
                 self._core.detach(listener)
 
     def _settle(self, future: "Future[Result]", action: Callable[[], Result]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return  # the caller waits no longer
         if not self._stopping:
             try:
                 self._land()
@@ -391,8 +393,7 @@ class Engine:
         try:
             action()
         except Exception as error:
-            is_bug = not isinstance(error, HoldfastError)
-            logger.warning("%s failed: %s", what, error, exc_info=is_bug)
+            logger.warning("%s failed: %s", what, error, exc_info=not isinstance(error, HoldfastError))
 
 
 def _raise(error: HoldfastError) -> None:

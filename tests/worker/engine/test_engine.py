@@ -246,6 +246,22 @@ def test_an_engine_that_ends_before_its_start_answers_everyone_and_does_not_star
     engine.stop()
 
 
+def test_an_action_whose_caller_gives_up_is_not_done_and_the_engine_goes_on():
+    """So a replica outlives another one that stops waiting for its answer."""
+    engine, gate, recorder = make_engine(Gate())
+    engine.submit(make_request("r"), recorder)
+    assert gate.entered.acquire(timeout=TIMEOUT_S)
+    done: list[str] = []
+    given_up = engine.between_steps(lambda: done.append("given up"))
+    following = engine.between_steps(lambda: done.append("following"))
+    assert given_up.cancel()
+    gate.go_on.release(100)
+    following.result(TIMEOUT_S)
+    assert done == ["following"]
+    assert engine.failure is None
+    engine.stop()
+
+
 def test_a_request_that_waits_for_blocks_is_work_and_the_engine_shows_that_it_lives():
     """Else its router takes the replica for frozen."""
     engine, _, recorder = make_engine(is_started=False)
