@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.worker.engine.block_sockets import Block, BlockReceiver, BlockServer, TransferKey
+from holdfast.worker.engine.block_frames import Block
+from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
 
 PIECE_BYTES = 8 << 20
 BUFFER_BYTES = 4 << 20

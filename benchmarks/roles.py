@@ -1,21 +1,22 @@
 """Benchmark of roles in virtual time: replicas that compute long prompts alone, beside as many that do both.
 
     python -m benchmarks.roles [--replicas 4] [--minutes 3] [--step-model FILE] [--kib-per-token 22.5] [--gbit 10]
-                               [--late-token 4] [--json FILE]
+                               [--late-token 4] [--follow] [--json FILE]
 
 Real routers, schedulers and block tiers serve each load in the capacity simulator (docs/simulator.md), by measured step
 times and with transfers at the speed of a network. Rates follow from what the replicas can compute. `storm`: chats, and
-bursts of prompts of 4,096 tokens. `long`: such prompts alone, with short outputs. `short`: chats alone. Each is served
-without roles, and with 1, 2, ... of the replicas for prompts. Printed: TPOT and longest pauses of chats, TTFT, and
-goodput, the share of requests within both limits, each beside that without roles. Limits are multiples of what an idle
-replica takes for such a request, so that they mean the same on a slow machine and a fast one.
+bursts of prompts of 4,096 tokens. `long`: such prompts alone, with short outputs. `short`: chats alone. `shift`: short,
+storm and short again, a third of the time each. Each is served without roles, with 1, 2, ... of the replicas for
+prompts, and by `--follow` with a number that follows the load, up to the largest of them. Printed: TPOT and longest
+pauses of chats, TTFT, and goodput, the share of requests within both limits, each beside that without roles. Limits are
+multiples of what an idle replica takes for such a request, so that they mean the same on a slow machine and a fast one.
 """
 
 import argparse
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -57,7 +58,8 @@ class Outcome:
     """Figures of a load under one choice of roles; times in seconds."""
 
     load: str
-    num_prefill: int
+    num_prefill: str
+    """Replicas for prompts."""
     chat_tpot_p99: float
     chat_pause_p99: float
     ttft_p50: float
@@ -89,6 +91,13 @@ def long_prompt(arrival_s: float) -> Arrival:
 
 def made(name: str, shape: ClusterShape, seconds: float) -> list[Arrival]:
     """A load by its name, in order of arrival."""
+    if name == "shift":
+        parts = [made(part, shape, seconds / 3) for part in ("short", "storm", "short")]
+        return [
+            replace(one, arrival_s=one.arrival_s + number * seconds / 3)
+            for number, part in enumerate(parts)
+            for one in part
+        ]
     rng, chunk = random.Random(name), shape.scheduler.max_num_batched_tokens
     room_s = USE * shape.num_replicas * seconds
     of_long = {"storm": STORM_SHARE, "long": 1.0, "short": 0.0}[name]
@@ -125,7 +134,11 @@ def outcome(name: str, load: Sequence[Arrival], shape: ClusterShape, config: Rou
     ttfts = sorted(one.ttft_s for one, _ in pairs if one.ttft_s is not None)
     return Outcome(
         load=name,
-        num_prefill=config.prefill_replicas,
+        num_prefill=(
+            str(config.prefill_replicas)
+            if config.max_prefill_replicas is None
+            else f"{config.prefill_replicas} to {config.max_prefill_replicas}"
+        ),
         chat_tpot_p99=percentile(tpots, 0.99),
         chat_pause_p99=percentile(sorted(one.pause_s for one in chats), 0.99),
         ttft_p50=percentile(ttfts, 0.5),
@@ -148,7 +161,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
         )
         table.add_row(
             one.load,
-            str(one.num_prefill),
+            one.num_prefill,
             f"{1e3 * one.chat_tpot_p99:.1f}",
             ratios[0],
             f"{1e3 * one.chat_pause_p99:.0f}",
@@ -172,6 +185,7 @@ def main() -> None:
     parser.add_argument("--loads", default="storm,long,short")
     parser.add_argument("--batched-tokens", type=int, default=256)
     parser.add_argument("--decode-alone", action="store_true", help="the others decode alone, and do not do both")
+    parser.add_argument("--follow", action="store_true", help="also with a number that follows the load")
     parser.add_argument("--prefill-tokens", type=int, help="router.prefill_tokens")
     parser.add_argument("--late-token", type=float, help="another weight of late tokens in the routers' decision")
     parser.add_argument("--json", type=Path)
@@ -191,10 +205,13 @@ def main() -> None:
     outcomes = []
     for name in arguments.loads.split(","):
         load = made(name, shape, 60 * arguments.minutes)
-        for number in map(int, arguments.prefill.split(",")):
-            decode = arguments.replicas - number if arguments.decode_alone and number else 0
+        numbers = [int(number) for number in arguments.prefill.split(",")]
+        chosen: list[tuple[int, int | None]] = [(number, None) for number in numbers]
+        for least, most in [*chosen, *([(0, max(numbers))] if arguments.follow else [])]:
+            decode = arguments.replicas if arguments.decode_alone and (least or most) else 0
             options = {
-                "prefill_replicas": number,
+                "prefill_replicas": least,
+                "max_prefill_replicas": most,
                 "decode_replicas": decode,
                 "prefill_tokens": arguments.prefill_tokens,
             }

@@ -225,6 +225,12 @@ class RouterConfig(Settings):
         ge=0,
         description="replicas of each model that compute long prompts and then hand the requests over; 0: none",
     )
+    max_prefill_replicas: int | None = Field(
+        None,
+        ge=1,
+        description="maximum of such replicas: their number then follows the load of long prompts, from "
+        "prefill_replicas on; unset: always prefill_replicas",
+    )
     decode_replicas: int = Field(
         0,
         ge=0,
@@ -335,6 +341,13 @@ class RouterConfig(Settings):
     killable: bool = Field(
         False, description="for demonstrations and tests: operators may end a replica's process as `kill -9` does"
     )
+
+    @model_validator(mode="after")
+    def _check_roles(self) -> "RouterConfig":
+        least, most = self.prefill_replicas, self.max_prefill_replicas
+        if most is not None and most < least:
+            raise ValueError(f"max_prefill_replicas = {most} must be at least prefill_replicas = {least}")
+        return self
 
     def policy_of(self, model: str) -> PolicyName:
         """The routing policy of a model."""

@@ -185,6 +185,11 @@ class CacheConfig(Settings):
         description="transfer cached KV blocks between replicas of a model where that is faster than computing them; "
         "on CPUs, with the native executor",
     )
+    kv_transfer_way: Literal["auto", "tcp", "nixl"] = Field(
+        "auto",
+        description="how blocks go between replicas; auto: shared memory on one host, TCP between hosts; tcp: always; "
+        "nixl: by the package nixl, and by TCP to replicas without it",
+    )
 
     @field_validator("kv_offload_disk")
     @classmethod

@@ -51,13 +51,13 @@ def _of_model(
 
 
 def _of_replica(replica: ReplicaState) -> ReplicaDemand:
-    load, stats = replica.load, replica.stats
+    load, computed = replica.load, replica.computed
     return ReplicaDemand(
         replica_id=replica.facts.replica_id,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
         num_waiting_tokens=load.num_waiting_tokens,
         kv_use=1 - load.num_free_blocks / max(1, load.num_total_blocks),
-        num_prefill_tokens=0 if stats is None else stats.num_tokens_computed - stats.num_tokens_generated,
-        prefill_tokens_per_s=0.0 if stats is None else stats.prefill_tokens_per_s,
+        num_prefill_tokens=computed.num_tokens,
+        prefill_tokens_per_s=computed.tokens_per_s,
     )

@@ -92,6 +92,7 @@ class Dispatch:
             self.registry.want_version(model, version, now)
             if self.registry.is_gone(model, version, now):
                 raise _version_gone(state)
+        self.registry.note_prompt(state, now)
         replica = self._placement.admit(state, now)
         self._requests.add(state)
         if not state.has_first_token:

@@ -13,6 +13,7 @@ from holdfast.router.dispatch.policy import CLOSED, POLICIES, RandomIndex, Routi
 from holdfast.router.dispatch.prefix_index import NO_MATCH
 from holdfast.router.dispatch.replica_state import ModelState, ReplicaState
 from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.role_split import RoleSplit
 from holdfast.router.dispatch.roles import Role, elsewhere_s, local_s
 from holdfast.router.dispatch.versions import position
 from holdfast.router.events import ModelStatus, ReplicaLoad, SendTakePins
@@ -56,8 +57,11 @@ class ReplicaRegistry:
         breaker.end_rest(now)
         model = self._models.get(facts.model)
         if model is None:
-            roles = self._config.prefill_replicas, self._config.decode_replicas
-            model = self._models[facts.model] = ModelState(facts, self._config.policy_of(facts.model), *roles)
+            split = RoleSplit(
+                self._config.prefill_replicas, self._config.max_prefill_replicas, self._config.prefill_tokens
+            )
+            policy = self._config.policy_of(facts.model)
+            model = self._models[facts.model] = ModelState(facts, policy, self._config.decode_replicas, split)
         max_waiting, max_ttft_s = self._config.max_waiting_per_replica, self._config.max_ttft_s
         replica = ReplicaState(facts, load, breaker, model.table, max_waiting, max_ttft_s)
         self.replicas[facts.replica_id] = model.by_slot[replica.slot] = replica
@@ -170,6 +174,13 @@ class ReplicaRegistry:
         local = local_s(num_new, cached - here, token_s, move_s, target.load.num_running)
         num_there = helper.num_tokens_ahead + num_tokens - match.num_cached(helper.slot)
         return elsewhere_s(num_there, far.token_s_of(helper.slot), moved, move_s, hand_on_s) < local
+
+    def note_prompt(self, state: RequestState, now: float) -> None:
+        """A request has come: the roles of its model's replicas may follow the load."""
+        model = self._models.get(state.model)
+        if model is not None and model.split.follows_load:
+            model.split.note_prompt(len(state.request.prompt_token_ids), now)
+            model.follow_load(now)
 
     def note_hand_on(self, state: RequestState, pause_s: float) -> None:
         """Notes the seconds from a request's hand-over to its first output on the new replica."""

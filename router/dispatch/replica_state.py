@@ -10,6 +10,7 @@ from holdfast.router.dispatch.circuit_breaker import CircuitBreaker
 from holdfast.router.dispatch.load_table import LoadTable
 from holdfast.router.dispatch.policy import CLOSED, TOKENS_PER_SEQUENCE, Slot
 from holdfast.router.dispatch.prefix_index import PrefixIndex
+from holdfast.router.dispatch.role_split import Computed, RoleSplit
 from holdfast.router.dispatch.roles import MOVE_BYTE_S, Role, Roles
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.request import BlockSource, EngineLoad
@@ -182,6 +183,14 @@ class ReplicaState:
         self._num_sent_tokens = 0
         self._refresh()
 
+    @property
+    def computed(self) -> Computed:
+        """What it has reported to have computed of prompts."""
+        if self.stats is None:
+            return Computed(self.facts.replica_id, 0, 0.0)
+        num_tokens = self.stats.num_tokens_computed - self.stats.num_tokens_generated
+        return Computed(self.facts.replica_id, num_tokens, self.stats.prefill_tokens_per_s)
+
     def note_memory(self, update: StepUpdate) -> None:
         """Takes the cache events and the stats of an update, if it has any."""
         if update.cache.stored or update.cache.evicted:
@@ -215,11 +224,14 @@ class ReplicaState:
 class ModelState:
     """One model that has been served here at least once."""
 
-    def __init__(self, facts: ModelInfo, policy: PolicyName, num_prefill: int = 0, num_decode: int = 0) -> None:
-        """`num_prefill` and `num_decode` as for `Roles`."""
+    def __init__(
+        self, facts: ModelInfo, policy: PolicyName, num_decode: int = 0, split: RoleSplit | None = None
+    ) -> None:
+        """`num_decode` as for `Roles`; `split` has the number of replicas for prompts, None: there are none."""
         self.facts = facts
         self.policy = policy
-        self.roles = Roles(num_prefill, num_decode)
+        self.split = split or RoleSplit(0, None)
+        self.roles = Roles(self.split.number, num_decode)
         self.table = LoadTable(has_ring=policy == "session_affinity")
         self.replicas: list[ReplicaState] = []
         self.by_slot: dict[Slot, ReplicaState] = {}
@@ -245,6 +257,13 @@ class ModelState:
     def has_roles(self) -> bool:
         """Whether some of its replicas have a role now, and can hand requests on."""
         return bool(self.table.parts)
+
+    def follow_load(self, now: float) -> None:
+        """Decides on the number of replicas for prompts, once in a while."""
+        able = [replica for replica in self.replicas if replica.facts.transfers_blocks and not replica.is_retiring]
+        if self.split.is_due(now) and self.split.look((replica.computed for replica in able), now):
+            self.roles.num_prefill = self.split.number
+            self._assign_roles()
 
     def _assign_roles(self) -> None:
         able = (replica.facts.replica_id for replica in self.replicas if replica.facts.transfers_blocks)

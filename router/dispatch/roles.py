@@ -40,7 +40,7 @@ class Roles:
 
     def __init__(self, num_prefill: int, num_decode: int) -> None:
         """`num_prefill` of its replicas compute long prompts alone, and `num_decode` get none."""
-        self._num_prefill = num_prefill
+        self.num_prefill = num_prefill
         self._num_decode = num_decode
         self.hand_on_s = HAND_ON_S
         """Measured seconds from the first token of a request to its second, beyond the transfer of its bytes."""
@@ -50,9 +50,9 @@ class Roles:
         roles, each replica has both, and no role is assigned.
         """
         ordered = sorted(replica_ids)
-        if not (self._num_prefill or self._num_decode) or len(ordered) <= max(self._num_prefill, 1):
+        if not (self.num_prefill or self._num_decode) or len(ordered) <= max(self.num_prefill, 1):
             return {}
-        ends = self._num_prefill, self._num_prefill + self._num_decode
+        ends = self.num_prefill, self.num_prefill + self._num_decode
         kinds = [Role.PREFILL] * ends[0] + [Role.DECODE] * (ends[1] - ends[0])
         return dict(zip(ordered, [*kinds, *[Role.BOTH] * len(ordered)], strict=False))
 

@@ -14,8 +14,9 @@ import pytest
 from holdfast.v1 import engine_pb2_grpc
 from holdfast.worker.cache.sealing import Sealer
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.engine import block_sockets, sendings, tier_mover
-from holdfast.worker.engine.block_sockets import Block, BlockServer
+from holdfast.worker.engine import block_frames, block_sockets, sendings, tier_mover
+from holdfast.worker.engine.block_frames import Block, FrameSender
+from holdfast.worker.engine.block_sockets import BlockServer
 from holdfast.worker.engine.sendings import Sendings
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.replica import block_exchange
@@ -26,7 +27,7 @@ from holdfast.worker.scheduler.step_time import StepTimeModel
 from holdfast.worker.step_update import FetchedAhead, StepUpdate
 from holdfast.worker.wire.link_requests import take_pins_message
 from holdfast.worker.wire.link_security import LINK_NAME, UNSECURED, LinkSecurity
-from tests import loops
+from tests import fake_nixl, loops
 from tests.certificates import Authority
 from tests.parity.families import save_tiny_model
 from tests.parity.hybrids import request, save_hybrid
@@ -123,6 +124,16 @@ def test_a_prefix_that_another_replica_has_is_not_computed_again(num_ranks, fold
         assert first.stats().num_sent_blocks >= 12
 
 
+@pytest.mark.parametrize("way", ["tcp", "nixl"])
+def test_every_way_brings_the_same(way, folder, requests, monkeypatch):
+    """Shared memory is that of all other tests."""
+    fake_nixl.install(monkeypatch)
+    with two_replicas(config(folder, None, kv_transfer_way=way)) as (first, second):
+        told_the_same(first, second, requests)
+        assert second.stats().num_received_tokens >= 190
+    assert any(agent.num_reads for agent in fake_nixl.AGENTS.values()) is (way == "nixl")
+
+
 def test_blocks_come_while_they_are_computed(folder, requests, monkeypatch):
     """The second one is told of a prompt before the first one gets it, in chunks."""
     asked = threading.Event()
@@ -201,7 +212,7 @@ def test_over_tls_blocks_are_encrypted_by_a_key_that_the_links_agree_on(folder, 
     ]
     rows: list[bytes] = []
     frames: list[bytes] = []
-    send, take = BlockServer.send, block_sockets._receive_into
+    send, take = BlockServer.send, block_frames.receive_into
 
     def noted_send(self: BlockServer, transfer: bytes, blocks: Sequence[Block]) -> None:
         rows.extend(row.tobytes() for _, row in blocks)
@@ -212,8 +223,8 @@ def test_over_tls_blocks_are_encrypted_by_a_key_that_the_links_agree_on(folder, 
         frames.append(bytes(left))
 
     monkeypatch.setattr(BlockServer, "send", noted_send)
-    monkeypatch.setattr(block_sockets, "_receive_into", noted_take)
-    with two_replicas(config(folder, None)) as (first, second):
+    monkeypatch.setattr(block_frames, "receive_into", noted_take)
+    with two_replicas(config(folder, None, kv_transfer_way="tcp")) as (first, second):
         told_the_same(first, second, requests[:1], security=links[0])
         assert second.stats().num_received_tokens >= 190
         wire = b"".join(frames)
@@ -267,7 +278,7 @@ def cut(monkeypatch) -> None:
     def no_frame(*_: object) -> None:
         raise ConnectionResetError("cut")
 
-    monkeypatch.setattr(block_sockets, "_send_frame", no_frame)
+    monkeypatch.setattr(FrameSender, "send", no_frame)
 
 
 def deafen(monkeypatch) -> None:

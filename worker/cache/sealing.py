@@ -17,6 +17,8 @@ from holdfast.worker.errors import ConfigurationError
 
 DIGEST_BYTES: Final = 16
 _NONCE_BYTES: Final = 12
+MAX_OVERHEAD: Final = _NONCE_BYTES + DIGEST_BYTES
+"""Bytes of a record besides its block, at most."""
 KEY_BYTES: Final = 32
 KIND_BYTES: Final = 1
 """A name begins with a byte for its kind; the hash after it has the size of a block of AES."""
@@ -34,6 +36,8 @@ class Sealer:
 
     kind: bytes = b"XXH3"
     """Part of the blocks' kind, so that blocks with another seal are not found."""
+    overhead: int = DIGEST_BYTES
+    """Bytes of a record besides its block."""
 
     def hidden(self, names: Sequence[bytes]) -> list[bytes]:
         """Names as they are on the disk."""
@@ -73,6 +77,7 @@ class KeySealer(Sealer):
                 "cache.kv_offload_key_file: needs the package cryptography; install holdfast[encryption]"
             ) from error
         self._invalid = InvalidTag
+        self.overhead = MAX_OVERHEAD
         self._blocks = AESGCM(_subkey(key, b"blocks"))
         self._names = Cipher(AES(_subkey(key, b"names")), ECB())
         self.kind = _subkey(key, b"kind")

@@ -17,9 +17,11 @@ from typing import Final
 
 import numpy as np
 
-from holdfast.worker.cache.sealing import WrongDigestError
-from holdfast.worker.engine.block_sockets import Block, BlockServer
+from holdfast.worker.cache.sealing import MAX_OVERHEAD, WrongDigestError
+from holdfast.worker.engine.block_frames import Block
+from holdfast.worker.engine.block_sockets import BlockServer
 from holdfast.worker.engine.incoming_blocks import IncomingBlocks, Taker, Transfer
+from holdfast.worker.engine.staging import Way
 from holdfast.worker.engine.tier_mover import KV, MoverCounts, MoverEvents, Place, Store
 from holdfast.worker.executors.block_layout import Bytes
 from holdfast.worker.executors.kv_cache import BlockRows
@@ -59,9 +61,12 @@ class _Fetch:
 class BlockMover:
     """Used by the thread of the rank's steps, and by its own."""
 
-    def __init__(self, store: Store | None, pools: dict[bytes, BlockRows]) -> None:
-        """`pools`: where blocks of each kind lie. The thread starts with `start`, if there is a store."""
+    def __init__(self, store: Store | None, pools: dict[bytes, BlockRows], way: Way | None = None) -> None:
+        """`pools`: where blocks of each kind lie. `way`: how ranks of other replicas read blocks of this one's, besides
+        connections. The thread starts with `start`, if there is a store.
+        """
         self.counts = MoverCounts()
+        self._way = way
         self._store = store
         self._pools = pools
         self._events: MoverEvents | None = None
@@ -165,7 +170,8 @@ class BlockMover:
     def listen(self, host: str) -> int:
         """Listens for other replicas from now on; the port. Raises OSError."""
         if self._server is None:
-            self._server = BlockServer(host, self._note_sent)
+            largest = max(pool.row_bytes for pool in self._pools.values()) + MAX_OVERHEAD
+            self._server = BlockServer(host, self._note_sent, self._way, largest)
         return self._server.port
 
     def offer(self, number: int, takers: Sequence[Taker]) -> None:
@@ -204,6 +210,7 @@ class BlockMover:
             transfer,
             lambda blocks: self._take_in(fetch, blocks),
             lambda error: self._note_received(fetch, transfer, error),
+            self._way,
         )
         with self._changed:
             self._fetches[ticket] = fetch

@@ -1,11 +1,11 @@
 """Block sockets: blocks of a cache on their way from a rank of one replica to the same rank of another, over TCP.
 
-    receiver ─► [magic | transfer | MAC]           sender ─► [count, bytes | lengths | records] ... [0, 0]
+    receiver ─► [magic | transfer | MAC] ... [whether it reads the sender's memory]
+    sender   ─► [bytes | offer of its memory] ... frames (`block_frames.py`)
 
 A transfer has a number and a key, which both replicas know from their link and give to their ranks: a connection that
-cannot prove that it has the key gets nothing. Each record is sealed (`sealing.py`): its digest is checked before a
-byte of it is used. Blocks come in the order in which they were asked for, each once; the end may come before all are
-there.
+cannot prove that it has the key gets nothing. Blocks come in the order in which they were asked for, each once; the end
+may come before all are there.
 """
 
 import hmac
@@ -15,16 +15,14 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from holdfast.worker.cache.sealing import KeySealer, Sealer, WrongDigestError
+from holdfast.worker.engine.block_frames import Block, FrameReceiver, FrameSender, received
+from holdfast.worker.engine.staging import Reader, Staging, Way, offer_of, reader_of
 from holdfast.worker.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -38,17 +36,13 @@ HANDSHAKE_S: Final = 5.0
 STALL_S: Final = 10.0
 """A connection on which nothing moves for so long is closed."""
 MAX_CONNECTIONS: Final = 64  # of one receiver
-LARGEST_FRAME: Final = 1 << 30  # bytes
 
-_MAGIC: Final = b"HFB1"
+_MAGIC: Final = b"HFB2"
 _HELLO: Final = struct.Struct(f"<4s{TRANSFER_BYTES}s32s")
-_HEAD: Final = struct.Struct("<IQ")
-_MAX_PARTS: Final = 512
-"""Parts of one call: Linux takes 1,024."""
+_OFFER: Final = struct.Struct("<I")
+_LARGEST_OFFER: Final = 1 << 20  # bytes
+_READS, _READS_NOT = b"\x01", b"\x00"
 _SOCKET_BYTES: Final = 4 << 20
-
-Block = tuple[bytes, NDArray[np.uint8]]
-"""A name and its row."""
 
 
 class TransferKey(NamedTuple):
@@ -93,11 +87,20 @@ class _Outgoing:
 class BlockServer:
     """Sends blocks of one rank to a peer that has the key of an open transfer. Its threads end with `close`."""
 
-    def __init__(self, host: str, on_room: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        on_room: Callable[[], None] | None = None,
+        way: Way | None = None,
+        largest_bytes: int = 0,
+    ) -> None:
         """Listens at a free port of `host`. `on_room` is called when there is room for more blocks, on some thread.
+        `way`: how receivers may read this rank's memory, whose largest block has `largest_bytes`.
 
         Raises OSError.
         """
+        self._way = way
+        self._staging = None if way is None else Staging(largest_bytes)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
         self.port: int = self._listener.getsockname()[1]
@@ -154,6 +157,8 @@ class BlockServer:
             _shut(connection)
         _shut(self._listener)
         self._listener.close()
+        if self._staging is not None:
+            self._staging.close()
 
     # --- its threads ---
 
@@ -179,7 +184,7 @@ class BlockServer:
         try:
             connection.settimeout(HANDSHAKE_S)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-            magic, asked, mac = _HELLO.unpack(_received(connection, _HELLO.size))
+            magic, asked, mac = _HELLO.unpack(received(connection, _HELLO.size))
             outgoing = self._taken(asked) if magic == _MAGIC else None
             if outgoing is None:
                 return
@@ -210,24 +215,33 @@ class BlockServer:
             return outgoing
 
     def _send_all(self, connection: socket.socket, outgoing: _Outgoing) -> None:
-        sealer = outgoing.key.sealer
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or outgoing.is_ended or bool(outgoing.frames))
-                if self._closed:
-                    return
-                blocks = outgoing.frames[0] if outgoing.frames else None
-            if blocks is None:
-                connection.sendall(_HEAD.pack(0, 0))
-                return
-            sent = blocks if outgoing.cut is None else [outgoing.cut(block) for block in blocks]
-            _send_frame(connection, sealer, sent)
-            with self._changed:
-                if outgoing.frames:  # else it was closed meanwhile
-                    outgoing.frames.popleft()
-                    self.staged_bytes -= _size(blocks)
-                    self.num_sent_bytes += _size(sent)
-            self._tell_of_room()
+        frames = FrameSender(connection, outgoing.key.sealer, self._offered(connection))
+        try:
+            while (blocks := self._next_blocks(outgoing)) is not None:
+                sent = blocks if outgoing.cut is None else [outgoing.cut(block) for block in blocks]
+                frames.send(sent)
+                with self._changed:
+                    if outgoing.frames:  # else it was closed meanwhile
+                        outgoing.frames.popleft()
+                        self.staged_bytes -= _size(blocks)
+                        self.num_sent_bytes += _size(sent)
+                self._tell_of_room()
+            if not self._closed:
+                frames.end()
+        finally:
+            frames.close()
+
+    def _offered(self, connection: socket.socket) -> Staging | None:
+        """The staging memory, if the receiver reads it."""
+        offer = offer_of(self._way, self._staging)
+        connection.sendall(_OFFER.pack(len(offer)) + offer)
+        return self._staging if offer and received(connection, 1) == _READS else None
+
+    def _next_blocks(self, outgoing: _Outgoing) -> list[Block] | None:
+        """The next blocks to send; None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or outgoing.is_ended or bool(outgoing.frames))
+            return outgoing.frames[0] if outgoing.frames and not self._closed else None
 
     def _forget_missed(self) -> None:
         """No peer has connected for these transfers."""
@@ -248,23 +262,6 @@ class BlockServer:
             outgoing.frames.clear()
 
 
-class _FrameMemory:
-    """Memory of one connection's frames: used again once no block of a frame is, since the system's pages cost as much
-    as a digest.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[NDArray[np.uint8]] = []
-
-    def frame(self, num_bytes: int) -> NDArray[np.uint8]:
-        """Uninitialized memory, which is free again once nothing refers to it."""
-        large = next((index for index, one in enumerate(self._free) if one.size >= num_bytes), None)
-        memory = np.empty(num_bytes, np.uint8) if large is None else self._free.pop(large)
-        frame = memory[:num_bytes]
-        weakref.finalize(frame, self._free.append, memory).atexit = False
-        return frame
-
-
 class BlockReceiver:
     """Receives the blocks of one transfer on a separate thread."""
 
@@ -275,15 +272,18 @@ class BlockReceiver:
         names: Sequence[bytes],
         on_blocks: Callable[[Sequence[Block]], bool],
         on_end: Callable[[Exception | None], None],
+        way: Way | None = None,
     ) -> None:
         """`names` are those of the blocks in order. `on_blocks` takes correct blocks, in order; it returns whether more
-        are wanted, and may wait. `on_end` is called once: with what went wrong, or None.
+        are wanted, and may wait. `on_end` is called once: with what went wrong, or None. `way`: how the sender's memory
+        may be read.
         """
         self._address = address
         self._key = key
         self._names = names
         self._on_blocks = on_blocks
         self._on_end = on_end
+        self._way = way
         self._connection: socket.socket | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="holdfast-blocks-in", daemon=True)
@@ -313,14 +313,28 @@ class BlockReceiver:
         self._on_end(error)
 
     def _receive(self, connection: socket.socket) -> None:
-        sealer, first, memory = self._key.sealer, 0, _FrameMemory()
-        while not self._closed:
-            blocks = _received_frame(connection, sealer, self._names[first:], memory)
-            if blocks is None:
-                return
-            first += len(blocks)
-            if not self._on_blocks(blocks) or first == len(self._names):
-                return
+        sealer = self._key.sealer
+        reader = self._reader(connection)
+        try:
+            frames = FrameReceiver(connection, sealer, self._names, reader)
+            while not self._closed and not frames.is_complete:
+                blocks = frames.next()
+                if blocks is None or not self._on_blocks(blocks):
+                    return
+        finally:
+            if reader is not None:
+                reader.close()
+
+    def _reader(self, connection: socket.socket) -> Reader | None:
+        """Reads the sender's memory, if it has offered it and it can be read here."""
+        (num_bytes,) = _OFFER.unpack(received(connection, _OFFER.size))
+        if num_bytes > _LARGEST_OFFER:
+            raise ValueError(f"an offer of {num_bytes} bytes, where {_LARGEST_OFFER} is the limit")
+        if not num_bytes:
+            return None
+        reader = reader_of(self._way, received(connection, num_bytes))
+        connection.sendall(_READS_NOT if reader is None else _READS)
+        return reader
 
 
 def _limit_stalls(connection: socket.socket) -> None:
@@ -331,60 +345,6 @@ def _limit_stalls(connection: socket.socket) -> None:
     limit = struct.pack("@ll", int(STALL_S), int(STALL_S % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         connection.setsockopt(socket.SOL_SOCKET, option, limit)
-
-
-def _send_frame(connection: socket.socket, sealer: Sealer, blocks: Sequence[Block]) -> None:
-    """All of it by few calls of the kernel: one for each block would take a third more CPU time."""
-    records = [sealer.seal(name, row.data) for name, row in blocks]
-    lengths = [sum(map(len, record)) for record in records]
-    head = _HEAD.pack(len(records), sum(lengths)) + struct.pack(f"<{len(lengths)}I", *lengths)
-    parts = [head, *(part for record in records for part in record)]
-    for first in range(0, len(parts), _MAX_PARTS):
-        _send_parts(connection, parts[first : first + _MAX_PARTS])
-
-
-def _send_parts(connection: socket.socket, parts: Sequence[memoryview | bytes]) -> None:
-    num_sent = connection.sendmsg(parts)
-    for part in parts:
-        if num_sent < len(part):
-            connection.sendall(memoryview(part)[num_sent:])
-        num_sent = max(0, num_sent - len(part))
-
-
-def _received_frame(
-    connection: socket.socket, sealer: Sealer, names: Sequence[bytes], memory: _FrameMemory
-) -> list[Block] | None:
-    """The next blocks; None at the end. Raises `WrongDigestError`, or ValueError for a malformed message."""
-    count, num_bytes = _HEAD.unpack(_received(connection, _HEAD.size))
-    if not count:
-        return None
-    if count > len(names) or num_bytes > LARGEST_FRAME:
-        raise ValueError(f"a frame of {count} blocks and {num_bytes} bytes, where {len(names)} blocks were asked for")
-    lengths = struct.unpack(f"<{count}I", _received(connection, 4 * count))
-    if sum(lengths) != num_bytes:
-        raise ValueError("the lengths of a frame are not its own")
-    frame = memory.frame(num_bytes).data
-    _receive_into(connection, frame)
-    blocks: list[Block] = []
-    at = 0
-    for name, length in zip(names, lengths, strict=False):
-        blocks.append((name, np.frombuffer(sealer.unseal(name, frame[at : at + length]), np.uint8)))
-        at += length
-    return blocks
-
-
-def _received(connection: socket.socket, num_bytes: int) -> bytes:
-    data = bytearray(num_bytes)
-    _receive_into(connection, memoryview(data))
-    return bytes(data)
-
-
-def _receive_into(connection: socket.socket, left: memoryview) -> None:
-    while left:
-        count = connection.recv_into(left, 0, socket.MSG_WAITALL)
-        if not count:
-            raise EOFError("the other replica has closed the connection")
-        left = left[count:]
 
 
 def _shut(end: socket.socket) -> None:

@@ -10,7 +10,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from holdfast.worker.engine.block_sockets import Block, BlockReceiver, TransferKey
+from holdfast.worker.engine.block_frames import Block
+from holdfast.worker.engine.block_sockets import BlockReceiver, TransferKey
+from holdfast.worker.engine.staging import Way
 from holdfast.worker.executors.block_layout import Regrouping
 
 
@@ -51,9 +53,11 @@ class IncomingBlocks:
         transfer: Transfer,
         on_blocks: Callable[[Sequence[Block]], bool],
         on_end: Callable[[Exception | None], None],
+        way: Way | None = None,
     ) -> None:
         """`on_blocks` takes the rank's blocks, correct and in order, from one thread at a time; it returns whether more
-        are wanted, and may wait. `on_end` is called once: with the first thing that went wrong, or None.
+        are wanted, and may wait. `on_end` is called once: with the first thing that went wrong, or None. `way`: how the
+        senders' memory may be read.
         """
         self._transfer = transfer
         self._on_blocks = on_blocks
@@ -62,7 +66,7 @@ class IncomingBlocks:
         self._lock = threading.Lock()
         self._num_open = len(transfer.senders)
         self._receivers = [
-            BlockReceiver(sender.address, sender.key, transfer.sent, self._taker(part), self._note_end)
+            BlockReceiver(sender.address, sender.key, transfer.sent, self._taker(part), self._note_end, way)
             for part, sender in enumerate(transfer.senders)
         ]
 

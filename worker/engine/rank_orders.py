@@ -28,8 +28,10 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.block_mover import BlockMover
 from holdfast.worker.engine.block_sockets import TransferKey
+from holdfast.worker.engine.nixl_way import Nixl
 from holdfast.worker.engine.offload_checks import check_offload
 from holdfast.worker.engine.restore import Expected
+from holdfast.worker.engine.staging import SharedMemory, Way
 from holdfast.worker.engine.tier_mover import KV, NAME_BYTES, STATE, MoverCounts, MoverEvents, Place, Store
 from holdfast.worker.engine.transfer_shares import RankShare, SendingReplica, read_heads
 from holdfast.worker.executors.block_layout import Heads
@@ -123,7 +125,7 @@ class RankMover:
         if memory is None or (store is None and (is_on_device or not can_transfer(config, info))):
             return None
         pools = {KV: memory.blocks} if memory.states is None else {KV: memory.blocks, STATE: memory.states}
-        return cls(BlockMover(store, pools), memory, group)
+        return cls(BlockMover(store, pools, _way(config, info)), memory, group)
 
     @property
     def has_store(self) -> bool:
@@ -329,6 +331,14 @@ def _address(packed: bytes) -> tuple[str, int]:
     number = int.from_bytes(packed[:16], "big")
     host = ipaddress.ip_address(number) if number >> 32 else ipaddress.IPv4Address(number)
     return str(host), int.from_bytes(packed[16:], "big")
+
+
+def _way(config: WorkerConfig, info: ModelInfo) -> Way | None:
+    """How blocks go between this rank and others besides connections. Raises `ConfigurationError`."""
+    way = config.cache.kv_transfer_way
+    if way == "tcp" or not can_transfer(config, info):
+        return None
+    return SharedMemory() if way == "auto" else Nixl()
 
 
 def _store(

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.worker.cache import sealing
 from holdfast.worker.cache.sealing import KeySealer, Sealer, WrongDigestError
-from holdfast.worker.engine import block_mover, block_sockets
+from holdfast.worker.engine import block_frames, block_mover, block_sockets
 from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
 from holdfast.worker.engine.incoming_blocks import Taker
 from holdfast.worker.engine.tier_mover import KV
@@ -85,7 +85,7 @@ def test_blocks_come_in_order_and_whole(server, is_encrypted):
 
 
 def test_memory_of_a_frame_is_used_again_once_none_of_its_blocks_is():
-    memory = block_sockets._FrameMemory()
+    memory = block_frames.FrameMemory()
     first = memory.frame(100)
     row = np.frombuffer(first.data[10:20], np.uint8)
     address = first.ctypes.data
@@ -210,11 +210,15 @@ class Forger:
         connection, _ = self._listener.accept()
         with connection:
             connection.recv(1024)
-            connection.sendall(self._data)
+            connection.sendall(bytes(4) + self._data)  # it offers no memory
 
 
 def frame(
-    blocks=BLOCKS, count: int | None = None, change: int | None = None, lengths: list[int] | None = None
+    blocks=BLOCKS,
+    count: int | None = None,
+    change: int | None = None,
+    lengths: list[int] | None = None,
+    slot: int = block_frames.IN_LINE,
 ) -> bytes:
     records = [b"".join(map(bytes, Sealer().seal(name, row.data))) for name, row in blocks]
     payload = bytearray(b"".join(records))
@@ -222,7 +226,7 @@ def frame(
         payload[change] ^= 1
     sizes = lengths or [len(record) for record in records]
     count = len(records) if count is None else count
-    return struct.pack("<IQ", count, len(payload)) + struct.pack(f"<{len(sizes)}I", *sizes) + bytes(payload)
+    return struct.pack("<IQi", count, len(payload), slot) + struct.pack(f"<{len(sizes)}I", *sizes) + bytes(payload)
 
 
 @pytest.mark.parametrize(
@@ -234,9 +238,10 @@ def frame(
         (frame()[:-1], EOFError),
         (frame()[:7], EOFError),
         (frame(count=7), ValueError),
-        (struct.pack("<IQ", 1, 1 << 40), ValueError),
+        (struct.pack("<IQi", 1, 1 << 40, -1), ValueError),
         (frame(lengths=[1] * 6), ValueError),
-        (struct.pack("<IQ", 1, 3) + struct.pack("<I", 3) + b"abc", WrongDigestError),
+        (frame(slot=0), ValueError),  # where no memory was offered
+        (struct.pack("<IQi", 1, 3, -1) + struct.pack("<I", 3) + b"abc", WrongDigestError),
     ],
 )
 def test_what_is_not_right_is_not_taken(data, error):

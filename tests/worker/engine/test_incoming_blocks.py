@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from holdfast.worker.engine import block_mover
+from holdfast.worker.engine.block_frames import Block
 from holdfast.worker.engine.block_mover import BlockMover
-from holdfast.worker.engine.block_sockets import Block, BlockServer, TransferKey
+from holdfast.worker.engine.block_sockets import BlockServer, TransferKey
 from holdfast.worker.engine.incoming_blocks import IncomingBlocks, Sender, Taker, Transfer
 from holdfast.worker.engine.restore import Expected
 from holdfast.worker.engine.tier_mover import KV
