@@ -1,10 +1,11 @@
-"""Benchmark of transfers: blocks from one socket to another, beside a bare socket and a copy in memory, in turn.
+"""Benchmark of transfers: blocks over a connection and through shared memory, beside a bare socket and a copy,
+in turn.
 
     python -m benchmarks.block_transfers [--rounds 5] [--block-kib 360] [--mib 512] [--json FILE]
 
-Both ends are threads of one process. Printed: bytes a second over loopback, and CPU seconds for each gigabyte of both
-ends together, kernel included, each with its ratio to the bare socket. On a busy machine the clock says little; CPU
-time still tells what digests, copies and encryption cost.
+Both ends are threads of one process. Printed: bytes a second, and CPU seconds for each gigabyte of both ends together,
+kernel included, with their ratios to the bare socket, and that of the throughput to the copy. On a busy machine the
+clock says little; CPU time still tells what digests, copies and encryption cost.
 """
 
 import argparse
@@ -19,8 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from holdfast.worker.cache.sealing import MAX_OVERHEAD
 from holdfast.worker.engine.block_frames import Block
 from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
+from holdfast.worker.engine.staging import SharedMemory, Way
 
 PIECE_BYTES = 8 << 20
 BUFFER_BYTES = 4 << 20
@@ -53,14 +56,15 @@ def _send_all(source: socket.socket, piece: memoryview, count: int) -> None:
         source.sendall(piece)
 
 
-def blocks(num_bytes: int, block_bytes: int, *, is_encrypted: bool) -> float:
-    """The same of blocks, with their digests."""
+def blocks(num_bytes: int, block_bytes: int, *, is_encrypted: bool, way: Way | None = None) -> float:
+    """The same of blocks, with their digests, over the connection or as `way` brings them."""
     per_piece = PIECE_BYTES // block_bytes
     num_pieces = num_bytes // PIECE_BYTES
     rows = np.random.default_rng(1).integers(0, 256, (per_piece, block_bytes), dtype=np.uint8)
     names = [b"k" + number.to_bytes(16, "little") for number in range(per_piece * num_pieces)]
     room, over = threading.Event(), threading.Event()
-    server, key = BlockServer("127.0.0.1", room.set), TransferKey.fresh(is_encrypted=is_encrypted)
+    server = BlockServer("127.0.0.1", room.set, way, block_bytes + MAX_OVERHEAD)
+    key = TransferKey.fresh(is_encrypted=is_encrypted)
     received = 0
 
     def take(some: Sequence[Block]) -> bool:
@@ -69,7 +73,7 @@ def blocks(num_bytes: int, block_bytes: int, *, is_encrypted: bool) -> float:
         return True
 
     server.offer(key)
-    receiver = BlockReceiver(("127.0.0.1", server.port), key, names, take, lambda _: over.set())
+    receiver = BlockReceiver(("127.0.0.1", server.port), key, names, take, lambda _: over.set(), way)
     began_s = time.monotonic()
     receiver.start()
     for number in range(num_pieces):
@@ -107,6 +111,8 @@ def main() -> None:
         "bare socket": lambda: bare(num_bytes),
         "blocks": lambda: blocks(num_bytes, block_bytes, is_encrypted=False),
         "blocks, encrypted": lambda: blocks(num_bytes, block_bytes, is_encrypted=True),
+        "shared memory": lambda: blocks(num_bytes, block_bytes, is_encrypted=False, way=SharedMemory()),
+        "shared, encrypted": lambda: blocks(num_bytes, block_bytes, is_encrypted=True, way=SharedMemory()),
         "copy in memory": lambda: copied(num_bytes),
     }
     speeds: dict[str, list[float]] = {name: [] for name in ways}
@@ -120,15 +126,26 @@ def main() -> None:
 
 
 def show(speeds: dict[str, list[float]], costs: dict[str, list[float]], path: Path | None) -> None:
-    """Medians of the rounds, and the medians of their ratios to the bare socket in the same round."""
+    """Medians of the rounds, and the medians of their ratios to the bare socket and the copy in the same round."""
     rows = {}
     for name in speeds:
         of_speeds = [own / base for own, base in zip(speeds[name], speeds["bare socket"], strict=True)]
         of_costs = [base / own for own, base in zip(costs[name], costs["bare socket"], strict=True)]
+        of_copies = [own / base for own, base in zip(speeds[name], speeds["copy in memory"], strict=True)]
         speed, cost = statistics.median(speeds[name]), statistics.median(costs[name])
         ratio, cpu_ratio = statistics.median(of_speeds), statistics.median(of_costs)
-        rows[name] = {"bytes_per_s": speed, "ratio": ratio, "cpu_s_per_gb": cost, "cpu_ratio": cpu_ratio}
-        print(f"{name:18} {speed / 1e9:6.2f} GB/s {ratio:5.2f}   {cost:6.3f} CPU s/GB {cpu_ratio:5.2f}")
+        to_copy = statistics.median(of_copies)
+        rows[name] = {
+            "bytes_per_s": speed,
+            "ratio": ratio,
+            "to_copy": to_copy,
+            "cpu_s_per_gb": cost,
+            "cpu_ratio": cpu_ratio,
+        }
+        print(
+            f"{name:18} {speed / 1e9:6.2f} GB/s {ratio:5.2f} {to_copy:5.2f} of the copy"
+            f"   {cost:6.3f} CPU s/GB {cpu_ratio:5.2f}"
+        )
     if path:
         path.write_text(json.dumps({"load": os.getloadavg(), "ways": rows}, indent=1))
 
