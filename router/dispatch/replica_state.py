@@ -185,7 +185,7 @@ class ReplicaState:
 
     @property
     def computed(self) -> Computed:
-        """What it has reported to have computed of prompts."""
+        """Prompt tokens that it has reported to have computed."""
         if self.stats is None:
             return Computed(self.facts.replica_id, 0, 0.0)
         num_tokens = self.stats.num_tokens_computed - self.stats.num_tokens_generated

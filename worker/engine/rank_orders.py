@@ -334,7 +334,7 @@ def _address(packed: bytes) -> tuple[str, int]:
 
 
 def _way(config: WorkerConfig, info: ModelInfo) -> Way | None:
-    """How blocks go between this rank and others besides connections. Raises `ConfigurationError`."""
+    """Way of blocks between this rank and others besides connections. Raises `ConfigurationError`."""
     way = config.cache.kv_transfer_way
     if way == "tcp" or not can_transfer(config, info):
         return None

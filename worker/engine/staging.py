@@ -89,7 +89,7 @@ class Way(Protocol):
     kind: str
 
     def offer(self, staging: Staging) -> dict[str, Any]:
-        """What a receiver must know, as JSON. Raises OSError."""
+        """Facts that a receiver needs, as JSON. Raises OSError."""
         ...
 
     def reader(self, offer: dict[str, Any]) -> Reader:

@@ -139,6 +139,7 @@ def _draw_router(rng: random.Random, seed: int, *, has_transfers: bool) -> Route
         replica_wait_s=rng.choice((5.0, 30.0)),
         max_ttft_s=part_rng("ttft", seed).choice((*(None,) * 6, 1.0, 5.0)),
         prefill_replicas=part_rng("prefill", seed).choice((0, 0, 1, 2)) if has_transfers else 0,
+        max_prefill_replicas=part_rng("most prefill", seed).choice((None, 2, 3)) if has_transfers else None,
         decode_replicas=part_rng("decode", seed).choice((0, 1)) if has_transfers else 0,
         prefill_tokens=part_rng("long", seed).choice((1, 8, None)),
     )
