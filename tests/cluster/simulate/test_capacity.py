@@ -50,6 +50,24 @@ def test_replicas_for_prompts_keep_long_ones_from_streams():
     assert pauses[0] > 0.13 > 0.05 > pauses[1]
 
 
+def test_roles_follow_a_load_that_shifts():
+    """Long prompts come from the 20th second on: at first streams wait for them, and then a replica computes them."""
+    costs = StepCosts(base_s=0.01, decode_s=0.0, token_s=0.001, context_token_s=0.0)
+    shape = replace(cluster(2, costs, max_num_batched_tokens=128), kv_bytes_per_token=20_000, max_model_len=2048)
+    streams = [(0.7 * number, 16, 250) for number in range(85)]
+    arrivals = load(*sorted([*streams, *[(20.0 + 0.5 * number, 200, 2) for number in range(80)]]))
+    config = RouterConfig(max_prefill_replicas=1, decode_replicas=2, prefill_tokens=100)
+    result = serve(arrivals, shape, "prefix_aware", config=config)
+    assert all(service.ttft_s is not None for service in result.services)
+    pauses = {
+        one.arrival_s: service.pause_s
+        for one, service in zip(arrivals, result.services, strict=True)
+        if one.num_output_tokens == 250
+    }
+    assert max(pause for begins_s, pause in pauses.items() if 18 <= begins_s < 24) > 0.13
+    assert max(pause for begins_s, pause in pauses.items() if begins_s >= 39) < 0.07
+
+
 def test_a_lone_request_takes_a_step_for_each_token():
     result = serve(load((0.0, 100, 11)), cluster(1), "power_of_two")
     (service,) = result.services
