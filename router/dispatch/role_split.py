@@ -17,10 +17,12 @@ WINDOW_S: Final = 20.0
 """Time constant of the means."""
 LOOK_S: Final = 1.0
 """Time between two decisions."""
-TARGET_USE: Final = 0.7
-"""Share of the time that replicas for prompts should compute: bursts then wait for no more than their own prompts."""
 SPARE: Final = 0.3
-"""Replicas by which the load may exceed a number before there is one more."""
+"""Replicas by which the load may exceed a number before there is one more. Prompts that would wait for too long are
+computed where they are decoded, so the last replica need not hold all of it.
+"""
+MOST_SHARE: Final = 0.5
+"""Share of the replicas that compute prompts at most: with more, too few decode (`python -m benchmarks.roles`)."""
 HOLD_S: Final = 60.0
 """Seconds for which fewer replicas must have been enough."""
 
@@ -94,8 +96,9 @@ class RoleSplit:
                 self._computing.add(new / one.tokens_per_s, now)
         self._seen = {one.replica_id: one.num_tokens for one in computed}
         self._looked_s = now
-        wanted = math.ceil(self.load(now) / TARGET_USE - SPARE)
-        self._wanted.append((now, min(max(wanted, self._least), self._most, max(self._least, len(computed) - 1))))
+        wanted = math.ceil(self.load(now) - SPARE)
+        most = min(self._most, max(self._least, round(MOST_SHARE * len(computed))))
+        self._wanted.append((now, min(max(wanted, self._least), most)))
         while self._wanted[0][0] <= now - HOLD_S:
             self._wanted.popleft()
         before, self.number = self.number, max(number for _, number in self._wanted)
