@@ -55,7 +55,7 @@ def test_roles_follow_a_load_that_shifts():
     costs = StepCosts(base_s=0.01, decode_s=0.0, token_s=0.001, context_token_s=0.0)
     shape = replace(cluster(2, costs, max_num_batched_tokens=128), kv_bytes_per_token=20_000, max_model_len=2048)
     streams = [(0.7 * number, 16, 250) for number in range(85)]
-    arrivals = load(*sorted([*streams, *[(20.0 + 0.5 * number, 200, 2) for number in range(80)]]))
+    arrivals = load(*sorted([*streams, *[(20.0 + 0.4 * number, 200, 2) for number in range(100)]]))
     config = RouterConfig(max_prefill_replicas=1, decode_replicas=2, prefill_tokens=100)
     result = serve(arrivals, shape, "prefix_aware", config=config)
     assert all(service.ttft_s is not None for service in result.services)
