@@ -15,10 +15,13 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.worker.cache.sealing import MAX_OVERHEAD
 from holdfast.worker.engine.block_frames import Block
@@ -29,8 +32,25 @@ PIECE_BYTES = 8 << 20
 BUFFER_BYTES = 4 << 20
 
 
-def bare(num_bytes: int) -> float:
-    """Bytes a second that a socket takes from another, into memory that was touched before, as blocks' is not."""
+class Taken(NamedTuple):
+    """Time that bytes took."""
+
+    bytes_per_s: float
+    cpu_s_per_gb: float
+    """CPU time of both ends, kernel included."""
+
+
+@contextmanager
+def timed(num_bytes: int, found: list[Taken]) -> Iterator[None]:
+    """Adds what these bytes take."""
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
+    yield
+    took_s, took_cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
+    found.append(Taken(num_bytes / took_s, took_cpu_s / num_bytes * 1e9))
+
+
+def bare(num_pieces: int, found: list[Taken]) -> None:
+    """A socket takes pieces from another, into memory that was touched before."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         source = socket.create_connection(listener.getsockname())
         sink, _ = listener.accept()
@@ -38,9 +58,7 @@ def bare(num_bytes: int) -> float:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
     sent, received = np.ones(PIECE_BYTES, np.uint8).data, np.ones(PIECE_BYTES, np.uint8).data
-    num_pieces = num_bytes // PIECE_BYTES
-    with source, sink:
-        began_s = time.monotonic()
+    with source, sink, timed(num_pieces * PIECE_BYTES, found):
         thread = threading.Thread(target=_send_all, args=(source, sent, num_pieces))
         thread.start()
         for _ in range(num_pieces):
@@ -48,7 +66,6 @@ def bare(num_bytes: int) -> float:
             while left:
                 left = left[sink.recv_into(left) :]
         thread.join()
-        return num_pieces * PIECE_BYTES / (time.monotonic() - began_s)
 
 
 def _send_all(source: socket.socket, piece: memoryview, count: int) -> None:
@@ -56,14 +73,13 @@ def _send_all(source: socket.socket, piece: memoryview, count: int) -> None:
         source.sendall(piece)
 
 
-def blocks(num_bytes: int, block_bytes: int, *, is_encrypted: bool, way: Way | None = None) -> float:
-    """The same of blocks, with their digests, over the connection or as `way` brings them."""
-    per_piece = PIECE_BYTES // block_bytes
-    num_pieces = num_bytes // PIECE_BYTES
-    rows = np.random.default_rng(1).integers(0, 256, (per_piece, block_bytes), dtype=np.uint8)
-    names = [b"k" + number.to_bytes(16, "little") for number in range(per_piece * num_pieces)]
+def blocks(
+    rows: NDArray[np.uint8], num_pieces: int, found: list[Taken], *, is_encrypted: bool, way: Way | None = None
+) -> None:
+    """The same of blocks, with their digests, over the connection or as `way` brings them. A piece has these rows."""
+    names = [b"k" + number.to_bytes(16, "little") for number in range(len(rows) * num_pieces)]
     room, over = threading.Event(), threading.Event()
-    server = BlockServer("127.0.0.1", room.set, way, block_bytes + MAX_OVERHEAD)
+    server = BlockServer("127.0.0.1", room.set, way, rows.shape[1] + MAX_OVERHEAD)
     key = TransferKey.fresh(is_encrypted=is_encrypted)
     received = 0
 
@@ -72,30 +88,25 @@ def blocks(num_bytes: int, block_bytes: int, *, is_encrypted: bool, way: Way | N
         received += sum(len(row) for _, row in some)
         return True
 
-    server.offer(key)
-    receiver = BlockReceiver(("127.0.0.1", server.port), key, names, take, lambda _: over.set(), way)
-    began_s = time.monotonic()
-    receiver.start()
-    for number in range(num_pieces):
-        while not server.has_room:
-            room.wait()
-            room.clear()
-        server.send(key.transfer, list(zip(names[number * per_piece :], rows, strict=False)))
-    over.wait()
-    took_s = time.monotonic() - began_s
+    with timed(num_pieces * rows.nbytes, found):
+        server.offer(key)
+        BlockReceiver(("127.0.0.1", server.port), key, names, take, lambda _: over.set(), way).start()
+        for number in range(num_pieces):
+            while not server.has_room:
+                room.wait()
+                room.clear()
+            server.send(key.transfer, list(zip(names[number * len(rows) :], rows, strict=False)))
+        over.wait()
     server.close()
-    assert received == num_pieces * per_piece * block_bytes
-    return received / took_s
+    assert received == num_pieces * rows.nbytes
 
 
-def copied(num_bytes: int) -> float:
-    """Bytes a second from memory to memory, as through memory that two processes share."""
+def copied(num_pieces: int, found: list[Taken]) -> None:
+    """Pieces from memory to memory, as through memory that two processes share."""
     source, target = np.ones(PIECE_BYTES, np.uint8), np.ones(PIECE_BYTES, np.uint8)
-    num_pieces = num_bytes // PIECE_BYTES
-    began_s = time.monotonic()
-    for _ in range(num_pieces):
-        np.copyto(target, source)
-    return num_pieces * PIECE_BYTES / (time.monotonic() - began_s)
+    with timed(num_pieces * PIECE_BYTES, found):
+        for _ in range(num_pieces):
+            np.copyto(target, source)
 
 
 def main() -> None:
@@ -106,48 +117,49 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    num_bytes, block_bytes = arguments.mib << 20, arguments.block_kib << 10
-    ways: dict[str, Callable[[], float]] = {
-        "bare socket": lambda: bare(num_bytes),
-        "blocks": lambda: blocks(num_bytes, block_bytes, is_encrypted=False),
-        "blocks, encrypted": lambda: blocks(num_bytes, block_bytes, is_encrypted=True),
-        "shared memory": lambda: blocks(num_bytes, block_bytes, is_encrypted=False, way=SharedMemory()),
-        "shared, encrypted": lambda: blocks(num_bytes, block_bytes, is_encrypted=True, way=SharedMemory()),
-        "copy in memory": lambda: copied(num_bytes),
+    block_bytes = arguments.block_kib << 10
+    num_pieces, per_piece = (arguments.mib << 20) // PIECE_BYTES, PIECE_BYTES // block_bytes
+    rows = np.random.default_rng(1).integers(0, 256, (per_piece, block_bytes), dtype=np.uint8)
+    shared = SharedMemory()
+    ways: dict[str, Callable[[list[Taken]], None]] = {
+        "bare socket": lambda found: bare(num_pieces, found),
+        "blocks": lambda found: blocks(rows, num_pieces, found, is_encrypted=False),
+        "blocks, encrypted": lambda found: blocks(rows, num_pieces, found, is_encrypted=True),
+        "shared memory": lambda found: blocks(rows, num_pieces, found, is_encrypted=False, way=shared),
+        "shared, encrypted": lambda found: blocks(rows, num_pieces, found, is_encrypted=True, way=shared),
+        "copy in memory": lambda found: copied(num_pieces, found),
     }
-    speeds: dict[str, list[float]] = {name: [] for name in ways}
-    costs: dict[str, list[float]] = {name: [] for name in ways}
+    taken: dict[str, list[Taken]] = {name: [] for name in ways}
     for _ in range(arguments.rounds):
         for name, way in ways.items():
-            began_s = time.process_time()
-            speeds[name].append(way())
-            costs[name].append((time.process_time() - began_s) / num_bytes * 1e9)
-    show(speeds, costs, arguments.json)
+            way(taken[name])
+    show(taken, arguments.json)
 
 
-def show(speeds: dict[str, list[float]], costs: dict[str, list[float]], path: Path | None) -> None:
+def show(taken: Mapping[str, Sequence[Taken]], path: Path | None) -> None:
     """Medians of the rounds, and the medians of their ratios to the bare socket and the copy in the same round."""
-    rows = {}
-    for name in speeds:
-        of_speeds = [own / base for own, base in zip(speeds[name], speeds["bare socket"], strict=True)]
-        of_costs = [base / own for own, base in zip(costs[name], costs["bare socket"], strict=True)]
-        of_copies = [own / base for own, base in zip(speeds[name], speeds["copy in memory"], strict=True)]
-        speed, cost = statistics.median(speeds[name]), statistics.median(costs[name])
-        ratio, cpu_ratio = statistics.median(of_speeds), statistics.median(of_costs)
-        to_copy = statistics.median(of_copies)
-        rows[name] = {
-            "bytes_per_s": speed,
-            "ratio": ratio,
-            "to_copy": to_copy,
-            "cpu_s_per_gb": cost,
-            "cpu_ratio": cpu_ratio,
+    found = {}
+    for name, rounds in taken.items():
+        socket_rounds, copy_rounds = taken["bare socket"], taken["copy in memory"]
+        found[name] = {
+            "bytes_per_s": statistics.median(one.bytes_per_s for one in rounds),
+            "of_socket": ratio([one.bytes_per_s for one in rounds], [one.bytes_per_s for one in socket_rounds]),
+            "of_copy": ratio([one.bytes_per_s for one in rounds], [one.bytes_per_s for one in copy_rounds]),
+            "cpu_s_per_gb": statistics.median(one.cpu_s_per_gb for one in rounds),
+            "cpu_ratio": ratio([one.cpu_s_per_gb for one in socket_rounds], [one.cpu_s_per_gb for one in rounds]),
         }
+        row = found[name]
         print(
-            f"{name:18} {speed / 1e9:6.2f} GB/s {ratio:5.2f} {to_copy:5.2f} of the copy"
-            f"   {cost:6.3f} CPU s/GB {cpu_ratio:5.2f}"
+            f"{name:18} {row['bytes_per_s'] / 1e9:6.2f} GB/s, of the socket {row['of_socket']:5.2f}, of the copy "
+            f"{row['of_copy']:5.2f}; {row['cpu_s_per_gb']:6.3f} CPU s/GB, the socket's / it {row['cpu_ratio']:5.2f}"
         )
     if path:
-        path.write_text(json.dumps({"load": os.getloadavg(), "ways": rows}, indent=1))
+        path.write_text(json.dumps({"load": os.getloadavg(), "ways": found}, indent=1))
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median of the rounds' ratios."""
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
 if __name__ == "__main__":

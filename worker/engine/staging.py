@@ -45,12 +45,12 @@ class Staging:
         os.ftruncate(self.file, self.num_bytes + TAG_BYTES)
         self.memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self.file, 0), np.uint8)
         self.memory[self.num_bytes :] = np.frombuffer(self.tag, np.uint8)
-        self._free = deque(range(num_slots))
+        self._free = deque(range(num_slots))  # the last one that was given back is next: caches still have it
 
     def take(self) -> int | None:
         """A free slot; None: there is none."""
         try:
-            return self._free.popleft()
+            return self._free.pop()
         except IndexError:
             return None
 
@@ -132,7 +132,7 @@ class SharedMemory:
             raise OSError("its memory file is on another host")
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            found = mmap.mmap(file, 0, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+            found = mmap.mmap(file, 0, mmap.MAP_SHARED, mmap.PROT_READ)
         finally:
             os.close(file)
         if found[-TAG_BYTES:] != bytes.fromhex(offer["tag"]):
