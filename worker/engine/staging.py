@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
-SLOT_BYTES: Final = 2 << 20
+SLOT_BYTES: Final = 1 << 20
 """Slots are as large, or as large as the largest block."""
 MAX_SLOT_BYTES: Final = 8 << 20
 """Larger blocks go over the connection."""

@@ -167,17 +167,17 @@ def test_what_cannot_be_read_comes_over_the_connection(make, monkeypatch):
 
 @pytest.mark.parametrize("make", [shared_memory, nixl])
 def test_a_slot_that_was_changed_is_not_taken(make, monkeypatch):
-    take, copy = Staging.take, np.copyto
+    take, copy, taken_slots = Staging.take, np.copyto, list[int | None]()
 
     def damaged(into, source, *args) -> None:
         copy(into, source)
         into[7] ^= 1
 
     def taken(self: Staging) -> int | None:
-        slot = take(self)
-        if slot == 2:
+        taken_slots.append(take(self))
+        if len(taken_slots) == 6:
             monkeypatch.setattr(np, "copyto", damaged)
-        return slot
+        return taken_slots[-1]
 
     monkeypatch.setattr(Staging, "take", taken)
     with sent(make(monkeypatch)) as (found, error, server):
@@ -205,8 +205,8 @@ def test_a_read_by_nixl_that_fails_ends_the_transfer_and_its_memory_stays_if_it_
 
 def test_a_slot_outside_of_the_memory_is_not_read(monkeypatch):
     reader = SharedMemory().reader(offer_of_a(Staging(ROW_BYTES)))
-    with pytest.raises(ValueError, match="16 slots"):
-        reader.read(16, np.empty(10, np.uint8))
+    with pytest.raises(ValueError, match="32 slots"):
+        reader.read(32, np.empty(10, np.uint8))
     with pytest.raises(ValueError, match="slot 0"):
         reader.read(0, np.empty(SLOT_BYTES + 1, np.uint8))
 
