@@ -201,6 +201,7 @@ class BlockServer:
                 self._connections.discard(connection)
                 if transfer is not None:
                     self._forget(transfer)
+                self._changed.notify_all()
             connection.close()
             self._tell_of_room()
 

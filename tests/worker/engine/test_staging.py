@@ -104,7 +104,7 @@ def test_blocks_are_read_from_the_senders_memory(make, is_encrypted, monkeypatch
             assert (found, error) == (expected(), None)
             assert are_given_back(server)
             staged = server._staging.memory.tobytes()
-            assert any(row[:64] in staged for _, row in found) is not is_encrypted
+            assert any(row[:64] in staged for _, row in found[-2:]) is not is_encrypted
     assert not in_line
 
 
