@@ -39,6 +39,7 @@ LOOPBACK = "127.0.0.1"
 
 def fetch(orders: Connection, names: Sequence[bytes], way: str) -> None:
     """The other process: receives a transfer for each order, and says how many bytes have come."""
+    orders.send(0)  # it is ready: a sender waits for seconds alone
     while (order := orders.recv()) is not None:
         port, transfer, key = order
         over, num_bytes = threading.Event(), 0
@@ -113,6 +114,7 @@ def measure(arguments: argparse.Namespace, way: str) -> dict[str, Any]:
         here, there = multiprocessing.get_context("spawn").Pipe()
         other = multiprocessing.get_context("spawn").Process(target=fetch, args=(there, names, way), daemon=True)
         other.start()
+        here.recv()
         here.send(begin_sending(replica, names))
         assert here.recv() > 0, "blocks come"
         before, began_cpu_s = dict(spent), time.process_time()
