@@ -109,6 +109,23 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is collected
     config.stash[_STDERR] = os.dup(2)  # nothing is captured just now
     examples.load_profile(is_long="not slow" not in config.option.markexpr)
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(config))
+
+
+class FailuresAtOnce:
+    """A line for each failure when it happens: a run that is cut off has named what failed until then."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if not report.failed or terminal is None:
+            return
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = crash.message.partition("\n")[0] if crash is not None else "see below"
+        terminal.write_line(f"\nfailed: {report.nodeid} ({report.when}): {reason[:200]}")
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: "Settings") -> bool:
