@@ -240,7 +240,8 @@ class RouterConfig(Settings):
         None,
         ge=1,
         description="number of prompt tokens without a cached block on any decode replica from which a prompt counts "
-        "as long; default: from where prefill elsewhere plus transfer is faster, by measured speeds",
+        "as long; default: the number from which prefill on another replica plus the transfer is faster, by "
+        "measured speeds",
     )
     max_waiting_per_replica: int = Field(
         64, ge=1, description="maximum waiting requests in one replica; more wait in the router"

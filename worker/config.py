@@ -43,7 +43,8 @@ class ModelConfig(Settings):
         "auto", description="data type of the weights; auto: the checkpoint's"
     )
     quantization: Quantization | None = Field(
-        None, description="quantize the weights of a plain checkpoint while they are loaded; unset: no"
+        None,
+        description="quantize the weights of an unquantized checkpoint while they are loaded; unset: no quantization",
     )
     quantized_activations: Literal["auto", "bfloat16", "int8"] = Field(
         "auto",
@@ -278,8 +279,8 @@ class HealthConfig(Settings):
     frozen_after_s: float = Field(
         1.0,
         gt=0,
-        description="seconds without progress, with work to do, after which a replica counts as frozen; more for slow "
-        "layers",
+        description="seconds without progress, while requests run, after which a replica counts as frozen; raise it "
+        "for slow layers",
     )
     heartbeat_s: float = Field(0.2, gt=0, description="seconds between a busy replica's heartbeats to its routers")
     condemned_after_s: float | None = Field(

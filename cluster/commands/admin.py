@@ -70,10 +70,10 @@ def resume(model: Model, /, *, server: Server = _LOCAL, settings: Layer) -> int:
 @takes_settings("client")
 def add_adapter(
     name: Annotated[str, Parameter(help="the name that requests give as their model")],
-    path: Annotated[Path, Parameter(help="the adapter's folder, as PEFT writes it; routers and replicas read it")],
+    path: Annotated[Path, Parameter(help="adapter folder in PEFT's format; routers and replicas read it")],
     /,
     *,
-    model: Annotated[str, Parameter(help="the base model, where several are served")] = "",
+    model: Annotated[str, Parameter(help="the base model, if several models are served")] = "",
     replace: Annotated[bool, Parameter(help="replace another adapter of this name", negative=())] = False,
     server: Server = _LOCAL,
     settings: Layer,
@@ -159,8 +159,8 @@ def log_level(
 @takes_settings("client")
 def dump(
     *,
-    output: Annotated[Path | None, Parameter(help="a file; default: standard output")] = None,
-    server: Annotated[str, Parameter(help="host:port of a running router, or several with commas")] = _LOCAL,
+    output: Annotated[Path | None, Parameter(help="output file; default: standard output")] = None,
+    server: Annotated[str, Parameter(help="host:port of routers, separated by commas")] = _LOCAL,
     settings: Layer,
 ) -> int:
     """Write what routers know, for a bug report: replicas, queues, versions, settings, recent errors; no secrets."""

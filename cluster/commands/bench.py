@@ -34,7 +34,10 @@ def bench(
     ] = "localhost:50051",
     protocol: Annotated[
         str | None,
-        Parameter(group=ESSENTIALS, help="chat, completions, holdfast, holdfast-chat or oip [by the server's form]"),
+        Parameter(
+            group=ESSENTIALS,
+            help="chat, completions, holdfast, holdfast-chat or oip [default: by the form of --server]",
+        ),
     ] = None,
     model: Annotated[
         str, Parameter(group=ESSENTIALS, help="name of the model on the server; unset: the server's first model")

@@ -25,7 +25,8 @@ class LoadFlags:
     """Flags for how requests arrive."""
 
     concurrency: Annotated[
-        str | None, Parameter(group=_LOAD, help="closed loop: concurrent users; several, like 1,4,16: one run each [8]")
+        str | None,
+        Parameter(group=_LOAD, help="closed loop: concurrent users; several, like 1,4,16: one run each [default: 8]"),
     ] = None
     rate: Annotated[
         str | None, Parameter(group=_LOAD, help="open loop: requests a second; several, like 1,2,4: a run each")
@@ -46,11 +47,17 @@ class LoadFlags:
     trace_speed: Annotated[
         float, Parameter(group=_LOAD, help="speed-up of the replay; 2: twice as fast as the trace")
     ] = 1.0
-    requests: Annotated[int | None, Parameter(group=_LOAD, help="sessions of each run")] = None
-    duration: Annotated[
-        float | None, Parameter(group=_LOAD, help="seconds in which requests of a run begin [30 without --requests]")
+    requests: Annotated[
+        int | None,
+        Parameter(
+            group=_LOAD, help="number of sessions of each run; a session is one request, or all turns of a conversation"
+        ),
     ] = None
-    warmup: Annotated[int, Parameter(group=_LOAD, help="requests beforehand, which do not count")] = 0
+    duration: Annotated[
+        float | None,
+        Parameter(group=_LOAD, help="seconds in which requests of a run begin [default: 30 without --requests]"),
+    ] = None
+    warmup: Annotated[int, Parameter(group=_LOAD, help="requests before the measurement, which do not count")] = 0
     timeout: Annotated[float, Parameter(group=_LOAD, help="seconds after which a request counts as failed")] = 600.0
     max_in_flight: Annotated[
         int, Parameter(group=_LOAD, help="open loop: maximum requests in flight; the wait for a slot counts as latency")
@@ -107,12 +114,18 @@ class ResultFlags:
         float, Parameter(group=_RESULT, help="share of requests within the SLO at which a load passes")
     ] = 0.95
     find_max: Annotated[
-        bool, Parameter(group=_RESULT, negative=(), help="search the highest load within the SLO, from --rate on [1]")
+        bool,
+        Parameter(
+            group=_RESULT,
+            negative=(),
+            help="search for the highest load within the SLO, beginning at --rate [default: 1]",
+        ),
     ] = False
-    max_tries: Annotated[int, Parameter(group=_RESULT, help="runs of a search, at most")] = 12
-    json: Annotated[Path | None, Parameter(group=_RESULT, help="write the report here, as JSON")] = None
+    max_tries: Annotated[int, Parameter(group=_RESULT, help="maximum runs of the search of --find-max")] = 12
+    json: Annotated[Path | None, Parameter(group=_RESULT, help="file for the report, as JSON")] = None
     compare: Annotated[
-        tuple[Path, Path] | None, Parameter(group=_RESULT, help="two reports instead of a load: show both, and ratios")
+        tuple[Path, Path] | None,
+        Parameter(group=_RESULT, help="send no load: compare two reports that --json has written"),
     ] = None
 
 

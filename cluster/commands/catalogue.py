@@ -52,8 +52,8 @@ COMMANDS: Final = (
     Command(
         name="embed",
         target="embed:embed",
-        help="Print vectors of texts, or scores by label, of a pooled model.",
-        details="Each text gives a line of JSON: the numbers of its vector, or an object of labels and scores.",
+        help="Print the embeddings or the class scores of texts, from a pooling model.",
+        details="Prints one line of JSON per text: its vector, or an object of labels and scores.",
         examples=(
             'embed --model ./Qwen3-Embedding-0.6B "A cat sat on the mat."',
             "embed - --server localhost:50051",
@@ -106,9 +106,9 @@ COMMANDS: Final = (
     Command(
         name="verify",
         target="verify:verify",
-        help="Audit any OpenAI-compatible server from outside: equal answers, semantics, streams, numbers.",
+        help="Audit any OpenAI-compatible server from outside: determinism, API semantics, streams, numbers.",
         details=(
-            "Sends equal requests in different ways (alone, again, in a batch, streamed, with a seed) and compares "
+            "Sends the same requests in different ways (alone, again, in a batch, streamed, with a seed) and compares "
             "the answers. Findings have names, counts, a likely cause, and the request that shows "
             "them. Exit code 0: no findings."
         ),
@@ -172,7 +172,7 @@ COMMANDS: Final = (
         details=(
             "Checks versions, devices, memory, ports, the model's files and tokenizer, the memory plan, and "
             "whether a token's logits depend on its batch on this machine. Takes the flags of `serve`. Exit code 0: "
-            "no finding is bad."
+            "no finding is an error."
         ),
         examples=("doctor --quick", "doctor --model ./my-model --tp 2"),
         local="it examines hardware, files and ports: run it on the machine to be examined",
@@ -251,7 +251,7 @@ COMMANDS: Final = (
     Command(
         name="quantize",
         target="quantize:quantize",
-        help="Quantize a plain checkpoint into a new folder in compressed-tensors.",
+        help="Quantize a checkpoint into a new folder in compressed-tensors' format.",
         details=(
             "vLLM loads the folder as well. Its outputs are bit for bit the outputs of the checkpoint served with "
             "--quantization. The folder appears when it is complete."

@@ -39,9 +39,11 @@ def chat(
     *,
     server: Annotated[
         str | None,
-        Parameter(group=ESSENTIALS, help="host:port of running routers, with commas, instead of a model here"),
+        Parameter(
+            group=ESSENTIALS, help="host:port of routers, separated by commas; unset: load the model in this process"
+        ),
     ] = None,
-    system: Annotated[str | None, Parameter(group=ESSENTIALS, help="a system message to begin with")] = None,
+    system: Annotated[str | None, Parameter(group=ESSENTIALS, help="system message of the conversation")] = None,
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
     sampling: Annotated[SamplingFlags, Parameter(name="*")] = _DEFAULTS,
     settings: Layer,

@@ -8,10 +8,12 @@ from cyclopts import Parameter
 def demo(
     *,
     blackout: Annotated[
-        bool, Parameter(negative=(), help="kill every process of the cluster, not one replica, and start it again")
+        bool,
+        Parameter(negative=(), help="kill all processes of the cluster instead of one replica, and start it again"),
     ] = False,
     page: Annotated[
-        bool, Parameter(negative=(), help="serve a page to talk to it, where replicas can be killed, until Ctrl-C")
+        bool,
+        Parameter(negative=(), help="serve a web page with a chat and a kill button for each replica, until Ctrl-C"),
     ] = False,
 ) -> int:
     """Start a local cluster, stream four prompts at once over gRPC, print the figures, and stop it."""

@@ -15,7 +15,10 @@ _MARKS = {"good": "[green]ok[/green]  ", "note": "[yellow]note[/yellow]", "bad":
 def doctor(
     *,
     quick: Annotated[
-        bool, Parameter(group=ESSENTIALS, negative=(), help="do not load the model (its memory and its exactness)")
+        bool,
+        Parameter(
+            group=ESSENTIALS, negative=(), help="skip the checks that load the model: memory plan and row invariance"
+        ),
     ] = False,
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
     settings: Layer,

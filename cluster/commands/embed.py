@@ -25,16 +25,17 @@ def embed(
     server: Annotated[
         str | None,
         Parameter(
-            group=ESSENTIALS, help="host:port of running routers, with commas in between, instead of a model here"
+            group=ESSENTIALS, help="host:port of routers, separated by commas; unset: load the model in this process"
         ),
     ] = None,
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
     dimensions: Annotated[
-        int | None, Parameter(group=ESSENTIALS, help="numbers of a vector to keep, of a model trained for it")
+        int | None,
+        Parameter(group=ESSENTIALS, help="dimensions of each vector to keep, for models trained for this (Matryoshka)"),
     ] = None,
     truncate_prompt_tokens: Annotated[
         int | None,
-        Parameter(group=ESSENTIALS, help="keep the last tokens of longer texts; -1: up to the model's maximum"),
+        Parameter(group=ESSENTIALS, help="truncate longer texts to their last N tokens; -1: to the model's maximum"),
     ] = None,
     settings: Layer,
 ) -> int:

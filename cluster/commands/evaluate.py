@@ -31,11 +31,19 @@ def evaluate(
         Path | None, Parameter(group=ESSENTIALS, help="a file of text, UTF-8; - reads it from standard input")
     ] = None,
     reference: Annotated[
-        str | None, Parameter(group=ESSENTIALS, help="a model to compare with, without --quantization, in bfloat16")
+        str | None,
+        Parameter(
+            group=ESSENTIALS, help="reference model to compare with; it is loaded in bfloat16, without --quantization"
+        ),
     ] = None,
-    context: Annotated[int, Parameter(group=ESSENTIALS, help="tokens that are scored together")] = 512,
+    context: Annotated[
+        int, Parameter(group=ESSENTIALS, help="context length in tokens: the text is scored in windows of this size")
+    ] = 512,
     top: Annotated[
-        int, Parameter(group=ESSENTIALS, help="likeliest tokens that are compared one by one; -1: all")
+        int,
+        Parameter(
+            group=ESSENTIALS, help="most likely tokens whose probabilities are compared, at each position; -1: all"
+        ),
     ] = _MOST,
     num_tokens: Annotated[
         int | None, Parameter(group=ESSENTIALS, help="tokens of the text to read; unset: all")

@@ -143,17 +143,17 @@ def generate(
     /,
     *,
     chat: Annotated[
-        bool, Parameter(group=ESSENTIALS, negative=(), help="send the prompt as a user message, by the chat template")
+        bool, Parameter(group=ESSENTIALS, negative=(), help="send the prompt as a user message, with the chat template")
     ] = False,
     server: Annotated[
         str | None,
         Parameter(
-            group=ESSENTIALS, help="host:port of running routers, with commas in between, instead of a model here"
+            group=ESSENTIALS, help="host:port of routers, separated by commas; unset: load the model in this process"
         ),
     ] = None,
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
     priority: Annotated[
-        Literal["critical", "high", "normal", "low"], Parameter(group=ESSENTIALS, help="class of service")
+        Literal["critical", "high", "normal", "low"], Parameter(group=ESSENTIALS, help="priority class of the request")
     ] = "normal",
     tenant: Annotated[
         str, Parameter(group=ESSENTIALS, help="tenant of the request; tenants share capacity by `tenant_shares`")

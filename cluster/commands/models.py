@@ -248,9 +248,13 @@ def update(
     /,
     *,
     canary: Annotated[float, Parameter(help=_CANARY)] = 0.0,
-    canary_for: Annotated[float, Parameter(help="seconds that a canary is watched")] = 60.0,
-    min_requests: Annotated[int, Parameter(help="requests that a canary must have ended before it is trusted")] = 20,
-    known_answers: Annotated[Path | None, Parameter(help="JSON: prompts, and how the canary must answer them")] = None,
+    canary_for: Annotated[float, Parameter(help="seconds for which the canary is watched")] = 60.0,
+    min_requests: Annotated[
+        int, Parameter(help="requests that the canary must have completed before the update continues")
+    ] = 20,
+    known_answers: Annotated[
+        Path | None, Parameter(help="JSON file of prompts with the outputs that the canary must give")
+    ] = None,
     audit: Annotated[
         bool, Parameter(negative=(), help="audit the canary with the checks of `holdfast verify`")
     ] = False,

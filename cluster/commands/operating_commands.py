@@ -56,8 +56,8 @@ OPERATING: Final = (
     Command(
         name="pins",
         target="admin:pins",
-        help="List the prefixes that replicas keep because requests asked for it.",
-        details="By tenant and replica, with the time for which each is still kept.",
+        help="List the pinned prefixes: prompts that requests asked to keep cached (cache_ttl_s).",
+        details="Each line has the tenant, the replica and the remaining time of a pin.",
         examples=("pins", "pins --server cluster.example:50051"),
         group=OPERATIONS,
     ),
@@ -65,7 +65,7 @@ OPERATING: Final = (
         name="unpin",
         target="admin:unpin",
         help="End a tenant's pins before their time is up.",
-        details="In memory and on the disk, of all replicas. The blocks stay cached as any others.",
+        details="On all replicas, in memory and on the disk tier. The blocks stay cached, and are evicted like others.",
         examples=(
             "unpin alice",
             "unpin alice --prefix 5f1d0c3a9b7e42648fd1a6b05c9e3d27 --server cluster.example:50051",
@@ -138,7 +138,7 @@ OPERATING: Final = (
     Command(
         name="models add-adapter",
         target="admin:add_adapter",
-        help="Add a LoRA adapter to a model of a running cluster, under its own name.",
+        help="Add a LoRA adapter to a model of a running cluster, as a model name.",
         details=(
             "A replica first loads the adapter and computes a token with it. An adapter with tensors that the model "
             "cannot apply is refused, and nothing changes. Routers and replicas read the folder from the same path."

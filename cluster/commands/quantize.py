@@ -12,7 +12,7 @@ from holdfast.worker.process_memory import readable_bytes
 
 def quantize(
     model: Annotated[str, Parameter(name="IN", help="a Hugging Face folder or a hub id, not quantized")],
-    out: Annotated[Path, Parameter(help="the folder to make; it must not be there")],
+    out: Annotated[Path, Parameter(help="folder to create; it must not exist yet")],
     /,
     *,
     scheme: Annotated[

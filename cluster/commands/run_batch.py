@@ -28,17 +28,19 @@ def run_batch(
     *,
     input_file: Annotated[
         Path | None,
-        Parameter(name=("--input-file", "-i"), group=ESSENTIALS, help="requests, a JSON object in each line"),
+        Parameter(name=("--input-file", "-i"), group=ESSENTIALS, help="file of requests, one JSON object per line"),
     ] = None,
     output_file: Annotated[
-        Path | None, Parameter(name=("--output-file", "-o"), group=ESSENTIALS, help="where the answers are written")
+        Path | None, Parameter(name=("--output-file", "-o"), group=ESSENTIALS, help="file for the answers")
     ] = None,
     server: Annotated[
         str | None,
-        Parameter(group=ESSENTIALS, help="http://host:port of a router that has --store, instead of a model here"),
+        Parameter(
+            group=ESSENTIALS, help="http://host:port of a router with --store; unset: load the model in this process"
+        ),
     ] = None,
     overwrite: Annotated[
-        bool, Parameter(group=ESSENTIALS, negative=(), help="replace an output file that is there")
+        bool, Parameter(group=ESSENTIALS, negative=(), help="replace an existing output file")
     ] = False,
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
     settings: Layer,

@@ -152,12 +152,12 @@ def _models(cluster: "Serving", config: "HoldfastConfig") -> str:
 def front(
     *,
     routers: Annotated[
-        str, Parameter(help="HTTP addresses of the routers: host:port or https://host:port, by commas")
+        str, Parameter(help="HTTP addresses of the routers: host:port or https://host:port, separated by commas")
     ] = "127.0.0.1:8000,127.0.0.1:8001",
     host: Annotated[str, Parameter(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, Parameter(help="port to listen on; 0: any free port")] = 8080,
-    tls_cert: Annotated[Path | None, Parameter(help="certificate chain, in PEM")] = None,
-    tls_key: Annotated[Path | None, Parameter(help="its private key")] = None,
+    tls_cert: Annotated[Path | None, Parameter(help="certificate chain (PEM)")] = None,
+    tls_key: Annotated[Path | None, Parameter(help="private key of the certificate (PEM)")] = None,
     tls_client_ca: Annotated[
         Path | None, Parameter(help="CA (PEM) that must have signed clients' certificates")
     ] = None,
@@ -167,7 +167,7 @@ def front(
     routers_cert: Annotated[
         Path | None, Parameter(help="client certificate for routers that require one (PEM)")
     ] = None,
-    routers_key: Annotated[Path | None, Parameter(help="its private key")] = None,
+    routers_key: Annotated[Path | None, Parameter(help="private key of the certificate (PEM)")] = None,
 ) -> int:
     """Serve HTTP before several routers: a stream whose router is lost goes on at another one, whatever its client.
 

@@ -86,11 +86,11 @@ class ShapeFlags:
     step_model: Annotated[
         Path | None, Parameter(group=_SHAPE, help="JSON from benchmarks.step_model: how long a step takes")
     ] = None
-    max_num_seqs: Annotated[int, Parameter(group=_SHAPE, help="sequences of one step")] = 64
-    max_num_batched_tokens: Annotated[int, Parameter(group=_SHAPE, help="tokens of one step")] = 512
+    max_num_seqs: Annotated[int, Parameter(group=_SHAPE, help="maximum sequences of one step")] = 64
+    max_num_batched_tokens: Annotated[int, Parameter(group=_SHAPE, help="maximum tokens of one step")] = 512
     num_blocks: Annotated[int, Parameter(group=_SHAPE, help="blocks of the KV cache, of 16 tokens")] = 4096
     max_model_len: Annotated[int, Parameter(group=_SHAPE, help="longest prompt plus output in tokens")] = 4096
-    max_loras: Annotated[int, Parameter(group=_SHAPE, help="LoRA adapters that are resident at a time")] = 16
+    max_loras: Annotated[int, Parameter(group=_SHAPE, help="maximum LoRA adapters in a replica's memory")] = 16
     adapter_load_s: Annotated[float, Parameter(group=_SHAPE, help="seconds that an adapter takes to load")] = 0.1
 
     def cluster(self, num_replicas: int) -> "ClusterShape":
@@ -130,11 +130,11 @@ def simulate(
     replay: Annotated[
         int | None, Parameter(group=_FAULTS, help="run this seed alone and print its last events")
     ] = None,
-    last: Annotated[int, Parameter(group=_FAULTS, help="number of events that a replay prints")] = 40,
+    last: Annotated[int, Parameter(group=_FAULTS, help="number of events that --replay prints")] = 40,
     jobs: Annotated[int, Parameter(group=_FAULTS, help="cores to use; 0 for all")] = 1,
     max_failures: Annotated[int, Parameter(group=_FAULTS, help="stop after this many failed seeds")] = 1,
     async_scheduling: Annotated[
-        bool, Parameter(group=_FAULTS, negative=(), help="replicas plan a step while the one before it runs")
+        bool, Parameter(group=_FAULTS, negative=(), help="replicas plan a step while the previous one runs")
     ] = False,
     replicas: Annotated[
         int | None, Parameter(group=_CAPACITY, help="serve a load with this many replicas, without faults")
@@ -148,7 +148,7 @@ def simulate(
     ] = None,
     slo_ttft: Annotated[float, Parameter(group=_CAPACITY, help="goodput: seconds to the first token")] = 1.0,
     slo_tpot: Annotated[float, Parameter(group=_CAPACITY, help="goodput: seconds for each further token")] = 0.1,
-    plot: Annotated[Path | None, Parameter(group=_CAPACITY, help="write a .png or .svg here")] = None,
+    plot: Annotated[Path | None, Parameter(group=_CAPACITY, help="file for a plot, .png or .svg")] = None,
     load: Annotated[LoadFlags, Parameter(name="*")] = _DEFAULT_LOAD,
     shape: Annotated[ShapeFlags, Parameter(name="*")] = _DEFAULT_SHAPE,
 ) -> int:

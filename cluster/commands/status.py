@@ -33,7 +33,7 @@ class RouterStatus:
 @takes_settings("client")
 def status(
     *,
-    server: Annotated[str, Parameter(help="host:port of routers, with commas in between")] = "localhost:50051",
+    server: Annotated[str, Parameter(help="host:port of routers, separated by commas")] = "localhost:50051",
     watch: Annotated[bool, Parameter(name=["--watch", "-w"], negative=(), help="refresh until Ctrl-C")] = False,
     every: Annotated[float, Parameter(help="seconds between refreshes of --watch")] = 1.0,
     settings: Layer,
