@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ os.environ.setdefault("SSL_CERT_DIR", "/etc/ssl/certs")
 os.environ.pop("SSL_CERT_FILE", None)  # httpx would read all of it for each client; of a folder it reads what it needs
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -34,26 +35,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-STARTS_RAY = (
-    "tests/integration/",
-    "tests/chaos/test_steady_load.py",
-    "tests/chaos/test_node_loss.py",
-    "tests/k8s/test_local_cluster.py",
-    "tests/k8s/test_hosts.py",
-)
-"""What `pytest -n` runs in one process, and first: it takes longest, and one machine has room for one Ray."""
+STARTS_CLUSTERS = ("tests/integration/", "tests/chaos/", "tests/k8s/test_local_cluster.py", "tests/k8s/test_hosts.py")
+"""What `pytest -n` runs in one process, one after the other: these tests wait most of the time, and one machine
+has room for one Ray. Those that start Ray come first.
+"""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadScopeScheduling":
-    """A file is the unit, so that its fixtures are made once. All that starts Ray is one, and all of its faults."""
+    """A file is the unit, so that its fixtures are made once. All that starts clusters is one."""
     from xdist.scheduler import LoadScopeScheduling
 
     class LoadFiles(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(STARTS_RAY):
-                return "ray"
-            return "chaos" if nodeid.startswith("tests/chaos/") else nodeid.split("::")[0]
+            return "clusters" if nodeid.startswith(STARTS_CLUSTERS) else nodeid.split("::")[0]
 
         def _reschedule(self, node: "WorkerController") -> None:
             """A process begins a test once it knows the next, or that there is none: a replaced one may get one."""
@@ -141,10 +136,15 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
     return True
 
 
+WHOLE_EVERY: Final = 8
+"""Files between two searches for garbage among all objects, where a replica has thawed them: these are a million."""
+_FILES: Final = itertools.count(1)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> Iterator[None]:
     """What a file says of torch's threads is forgotten after it: which rows agree depends on their number."""
-    gc.collect()
+    gc.collect(2 if next(_FILES) % WHOLE_EVERY == 0 else 1)
     gc.freeze()  # also what a file before has thawed
     yield
     if (torch := sys.modules.get("torch")) is not None:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 async def audited(cluster: ForkedCluster, **settings: object) -> Audit:
     router = f"http://{cluster.routers[0].http_address}"
     transport = Transport(router, "", Budget(rate=1e5))
-    sizes = Sizes(num_prompts=3, num_tokens=12, company=6, pause_s=0.0)
+    sizes = Sizes(num_prompts=2, num_tokens=12, company=4, pause_s=0.0)
     audit = Audit(subject=Subject(model="", nonce="chaos", sizes=sizes), **settings)
     await audit.run(transport)
     await transport.close()

@@ -78,7 +78,7 @@ async def streams_in_a_storm(cluster: ForkedCluster, fault: Fault | None, tally:
             reached.set()
 
     async with AsyncClient(cluster.addresses) as client:
-        right = [await ask(client, kind) for kind in kinds]
+        right = await asyncio.gather(*(ask(client, kind) for kind in kinds))
         async with storm(cluster) as blowing:
             await blowing.has_risen.wait()
             asking = [asyncio.create_task(ask(client, kind, look)) for kind in kinds * 2]

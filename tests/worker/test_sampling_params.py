@@ -30,11 +30,12 @@ def test_every_parameter_has_its_wrong_types_here():
     assert WRONG.keys() == {field.name for field in fields(SamplingParams)}
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
-def test_a_value_of_a_wrong_type_is_refused_by_name(name, value):
-    with pytest.raises(InvalidRequestError) as refused:
-        SamplingParams(**{name: value})
-    assert refused.value.field == f"sampling_params.{name}"
+@pytest.mark.parametrize("name", WRONG)
+def test_a_value_of_a_wrong_type_is_refused_by_name(name):
+    for value in WRONG[name]:
+        with pytest.raises(InvalidRequestError) as refused:
+            SamplingParams(**{name: value})
+        assert refused.value.field == f"sampling_params.{name}", value
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "max_tokens", "n"])

@@ -226,11 +226,10 @@ def test_overrides_are_part_of_the_fingerprint(tiny_model):
     assert fingerprint() != fingerprint(hf_overrides={"rms_norm_eps": 0.25})
 
 
-@pytest.mark.parametrize("name", sorted(NONE_IS_DEFAULT))
-def test_none_is_the_default(name):
+def test_none_is_the_default():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert translated({name: None}) == {}
+        assert {name: changed for name in NONE_IS_DEFAULT if (changed := translated({name: None}))} == {}
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ async def _lease_through_an_outage() -> None:
 
 
 def test_a_lease_outlives_a_directory_that_fails():
-    run(_lease_through_an_outage())
+    virtual_loop.run(_lease_through_an_outage())
 
 
 class ScriptedHandle:

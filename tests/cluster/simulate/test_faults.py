@@ -126,11 +126,23 @@ def test_five_hundred_more_simulations_keep_every_promise():
     assert [str(failure) for failure in campaign.failures] == []
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found_and_replays_to_the_same_event(bug, monkeypatch):
+def found_with(bug: str, monkeypatch: pytest.MonkeyPatch) -> Failure:
     BUGS[bug](monkeypatch)
     found = first_failure([FOUND_BY[bug], *range(NUM_SEEDS)])
     assert not isinstance(found.error, TypeError | AttributeError), "it is the planting that failed"
+    return found
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug, monkeypatch):
+    found_with(bug, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "bug", [bug if FOUND_BY[bug] == 14 else pytest.param(bug, marks=pytest.mark.slow) for bug in BUGS]
+)
+def test_a_planted_bug_replays_to_the_same_event(bug, monkeypatch):
+    found = found_with(bug, monkeypatch)
     again = simulate(found.seed).failure
     assert (again.event, again.time_s, str(again.error)) == (found.event, found.time_s, str(found.error))
 

@@ -1,7 +1,5 @@
 """The table of a request's states: all of it can be reached, what is not in it is refused, and its picture is true."""
 
-from itertools import product
-
 import pytest
 
 from holdfast.router.dispatch import request_status
@@ -23,16 +21,17 @@ def a_request(status: RequestStatus) -> RequestState:
     return state
 
 
-@pytest.mark.parametrize(("status", "event"), list(product(RequestStatus, RequestEvent)))
-def test_every_event_in_every_state_is_listed_or_refused(status, event):
-    state = a_request(status)
-    if event in TRANSITIONS[status]:
-        state.note(event)
-        assert state.status is TRANSITIONS[status][event]
-    else:
-        with pytest.raises(InternalError, match=f"x is {status.value}: '{event.value}' cannot happen"):
+@pytest.mark.parametrize("status", RequestStatus)
+def test_every_event_in_every_state_is_listed_or_refused(status):
+    for event in RequestEvent:
+        state = a_request(status)
+        if event in TRANSITIONS[status]:
             state.note(event)
-        assert state.status is status
+            assert state.status is TRANSITIONS[status][event]
+        else:
+            with pytest.raises(InternalError, match=f"x is {status.value}: '{event.value}' cannot happen"):
+                state.note(event)
+            assert state.status is status
 
 
 def test_every_state_can_be_reached():

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,17 +73,20 @@ def program(text: str, core: int) -> Iterator[ProcessId]:
         process.wait()
 
 
-def share(process: ProcessId, looks: int = 10, every_s: float = 0.1) -> float:
-    """Of the time for which it had no core and wanted one."""
-    wait, passed_s, waited_s = CoreWait(lambda: [process]), 0.0, 0.0
-    wait.since_last(every_s)
-    last_s = time.monotonic()
+def shares(processes: Mapping[str, ProcessId], looks: int = 10, every_s: float = 0.1) -> dict[str, float]:
+    """Of the time, for which each process had no core and wanted one."""
+    waits = {name: CoreWait(lambda process=process: [process]) for name, process in processes.items()}
+    waited_s = dict.fromkeys(waits, 0.0)
+    for wait in waits.values():
+        wait.since_last(every_s)
+    began_s = last_s = time.monotonic()
     for _ in range(looks):
         time.sleep(every_s)
         now_s = time.monotonic()
-        waited_s += wait.since_last(now_s - last_s)
-        passed_s, last_s = passed_s + now_s - last_s, now_s
-    return waited_s / passed_s
+        for name, wait in waits.items():
+            waited_s[name] += wait.since_last(now_s - last_s)
+        last_s = now_s
+    return {name: seconds / (last_s - began_s) for name, seconds in waited_s.items()}
 
 
 def test_the_kernels_own_figures_tell_starved_from_stopped_and_idle():
@@ -96,6 +99,7 @@ def test_the_kernels_own_figures_tell_starved_from_stopped_and_idle():
     ):
         time.sleep(0.5)  # so that all of them have begun
         os.kill(stopped.pid, signal.SIGSTOP)
-        shares = {"starved": share(starved), "stopped": share(stopped), "idle": share(idle)}
-    assert shares["starved"] > 0.3
-    assert max(shares["stopped"], shares["idle"]) < 0.1, shares
+        os.waitpid(stopped.pid, os.WUNTRACED)  # it is told of the signal once it has the core
+        found = shares({"starved": starved, "stopped": stopped, "idle": idle})
+    assert found["starved"] > 0.3
+    assert max(found["stopped"], found["idle"]) < 0.1, found

@@ -44,6 +44,12 @@ class Page:
     async def run(self, script: str):
         return await self.do(lambda: self.browser.execute_script(script))
 
+    def leave(self) -> None:
+        """As a new browser, for the next test."""
+        self.browser.get("about:blank")
+        self.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        self.browser.get_log("browser")
+
     async def resize(self, width: int) -> None:
         size = {"width": width, "height": 860, "deviceScaleFactor": 1, "mobile": False}
         await self.do(lambda: self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size))
@@ -62,10 +68,12 @@ class Page:
         await self.do(lambda: self.browser.find_element(By.ID, "prompt").send_keys(text, Keys.ENTER))
 
     async def chat_again(self) -> str:
-        """Has a chat whose whole text is returned, and the same again, which is left under way."""
+        """Has a chat whose whole text is returned, and the same again, slower, which is left under way."""
         await self.set(max_tokens=150, seed=7)
         await self.send("Hello")
         assert await self.ended() == "true"
+        for replica in self.place.replicas:
+            replica.step_s = 0.02
         assert len(self.parts) == 1
         whole = self.text
         await self.do(lambda: self.browser.find_element(By.ID, "again").click())
@@ -105,26 +113,34 @@ TEXTS = f"{LAST} return [...last.querySelectorAll('.part')].map((part) => part.t
 REPLICAS = f"{LAST} return [...last.querySelectorAll('.part')].map((part) => part.dataset.replica);"
 
 
+@pytest.fixture(scope="module")
+def browser():
+    try:
+        with chromium() as driver:
+            yield driver
+    except BrowserMissing as missing:
+        pytest.skip(str(missing))
+
+
 @asynccontextmanager
-async def opened(*replicas: FakeReplica, **options: object) -> AsyncIterator[Page]:
+async def opened(browser, *replicas: FakeReplica, **options: object) -> AsyncIterator[Page]:
     async with site(*replicas, http=True, load_tokenizer=with_template, **options) as place:
+        page = Page(browser, place)
         try:
-            with chromium() as browser:
-                page = Page(browser, place)
-                await page.open()
-                yield page
-        except BrowserMissing as missing:
-            pytest.skip(str(missing))
+            await page.open()
+            yield page
+        finally:
+            await page.do(page.leave)
 
 
 async def two_replicas() -> list[FakeReplica]:
-    return [await FakeReplica.start(f"model#Replica#{name}", step_s=0.02) for name in ("one", "two")]
+    return [await FakeReplica.start(f"model#Replica#{name}", step_s=0.002) for name in ("one", "two")]
 
 
-def test_a_chat_streams_and_goes_on_with_the_same_text_when_its_replica_is_killed():
+def test_a_chat_streams_and_goes_on_with_the_same_text_when_its_replica_is_killed(browser):
     async def run() -> None:
         replicas = await two_replicas()
-        async with opened(*replicas) as page:
+        async with opened(browser, *replicas) as page:
             undisturbed = await page.chat_again()
             assert len(undisturbed) == 150
             busy = next(replica for replica in replicas if not replica.is_idle)
@@ -165,9 +181,9 @@ for (const one of document.querySelectorAll("#replicas .step")) one.textContent 
 """
 
 
-def test_nothing_of_the_replicas_is_cut_at_any_width_and_an_empty_chat_offers_something_to_try():
+def test_nothing_of_the_replicas_is_cut_at_any_width_and_an_empty_chat_offers_something_to_try(browser):
     async def run() -> None:
-        async with opened(*await two_replicas(), config=RouterConfig(killable=True)) as page:
+        async with opened(browser, *await two_replicas(), config=RouterConfig(killable=True)) as page:
             await page.until(lambda: len(page.find("#replicas .kill")) == 2)
             assert page.find("#weights")[0].text == "fake: quantization GGUF Q4_1, 3.0 MiB of weights a replica"
             for width in WIDTHS:
@@ -192,10 +208,10 @@ def test_nothing_of_the_replicas_is_cut_at_any_width_and_an_empty_chat_offers_so
 
 
 @pytest.mark.slow
-def test_transfers_are_drawn_from_replica_to_replica():
+def test_transfers_are_drawn_from_replica_to_replica(browser):
     async def run() -> None:
         replicas = await two_replicas()
-        async with opened(*replicas) as page:
+        async with opened(browser, *replicas) as page:
             await page.until(lambda: page.find("#transfers .quiet"))
             told = {replicas[0].endpoint.address: 1280, "10.0.0.9:7": 320}
             replicas[1].say(engine_pb2.StepUpdate(stats=engine_pb2.EngineStats(received_tokens_from=told)))
@@ -210,10 +226,10 @@ def test_transfers_are_drawn_from_replica_to_replica():
 
 
 @pytest.mark.slow
-def test_a_chat_goes_on_when_the_router_that_has_served_the_page_is_replaced():
+def test_a_chat_goes_on_when_the_router_that_has_served_the_page_is_replaced(browser):
     async def run() -> None:
         replicas = await two_replicas()
-        async with opened(*replicas) as page:
+        async with opened(browser, *replicas) as page:
             undisturbed = await page.chat_again()
             old = page.place.router
             port = int(old.http_address.rpartition(":")[2])
@@ -233,10 +249,10 @@ def test_a_chat_goes_on_when_the_router_that_has_served_the_page_is_replaced():
 
 
 @pytest.mark.slow
-def test_a_chat_can_be_stopped_by_a_key_and_probabilities_are_shown():
+def test_a_chat_can_be_stopped_by_a_key_and_probabilities_are_shown(browser):
     async def run() -> None:
         replica = await FakeReplica.start("model#Replica#one", step_s=0.02)
-        async with opened(replica) as page:
+        async with opened(browser, replica) as page:
             await page.set(max_tokens=5000)
             await page.send("Hello")
             await page.until(lambda: len(page.find(".assistant .part")) and len(page.text) > 5)
@@ -253,10 +269,10 @@ def test_a_chat_can_be_stopped_by_a_key_and_probabilities_are_shown():
 
 
 @pytest.mark.slow
-def test_an_operator_drains_a_replica_under_a_chat_and_puts_it_back():
+def test_an_operator_drains_a_replica_under_a_chat_and_puts_it_back(browser):
     async def run() -> None:
         replicas = await two_replicas()
-        async with opened(*replicas) as page:
+        async with opened(browser, *replicas) as page:
             undisturbed = await page.chat_again()
             busy = next(replica for replica in replicas if not replica.is_idle)
             await page.do(lambda: page.button_of(busy, "button").click())
@@ -275,10 +291,10 @@ def test_an_operator_drains_a_replica_under_a_chat_and_puts_it_back():
 
 
 @pytest.mark.slow
-def test_an_operator_kills_a_replica_under_a_chat_where_that_may_be():
+def test_an_operator_kills_a_replica_under_a_chat_where_that_may_be(browser):
     async def run() -> None:
         replicas = await two_replicas()
-        async with opened(*replicas, config=RouterConfig(killable=True)) as page:
+        async with opened(browser, *replicas, config=RouterConfig(killable=True)) as page:
             undisturbed = await page.chat_again()
             busy = next(replica for replica in replicas if not replica.is_idle)
             await page.do(lambda: page.button_of(busy, ".kill").click())
@@ -295,9 +311,9 @@ def test_an_operator_kills_a_replica_under_a_chat_where_that_may_be():
 
 
 @pytest.mark.slow
-def test_no_replica_can_be_killed_elsewhere():
+def test_no_replica_can_be_killed_elsewhere(browser):
     async def run() -> None:
-        async with opened(*await two_replicas()) as page:
+        async with opened(browser, *await two_replicas()) as page:
             await page.until(lambda: len(page.find("#replicas button.kill")) == 2)
             await page.until(lambda: all(one.text for one in page.find("#replicas button:not(.kill)")))
             assert not any(one.is_displayed() for one in page.find("#replicas button.kill"))

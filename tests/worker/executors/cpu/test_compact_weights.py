@@ -71,7 +71,7 @@ def come_back(compactor: Compactor, words: np.ndarray) -> bool | None:
     return bool((out == tiles).all())
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(
     common=st.lists(st.integers(0, 127), min_size=1, max_size=8, unique=True),
     num_rare=st.integers(0, K_TILES * 2 * RARE_PER_TILE),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.products import NativePool, PackedProduct
+from tests.examples import examples
 from tests.worker.executors.cpu.native import ALL, BF16, F16, F32, Product, library_or_skip, other_classes, same_bits
 
 DTYPES = (BF16, F16, F32)
@@ -34,7 +35,7 @@ SHAPES = st.tuples(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(32), deadline=None, derandomize=True)
 @given(shape=SHAPES, seed=st.integers(0, 99))
 def test_a_product_is_near_the_exact_one(dtype, shape, seed):
     rows, length, outputs, slices = shape
@@ -48,7 +49,7 @@ def test_a_product_is_near_the_exact_one(dtype, shape, seed):
 
 
 @pytest.mark.parametrize("other", [name for name in ALL if name != "avx2"])
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=examples(16), deadline=None, derandomize=True)
 @given(shape=SHAPES, seed=st.integers(0, 99))
 def test_all_classes_give_the_same_bits(other, shape, seed):
     rows, length, outputs, slices = shape

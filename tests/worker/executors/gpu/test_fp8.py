@@ -5,6 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
+
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.executors import kv_cache as fp8
 from tests.worker.executors.gpu import fp8_kernels
@@ -107,7 +109,7 @@ def check(row: torch.Tensor) -> None:
     assert same(read, fp8.decoded(codes, scales, row.dtype))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(rows())
 def test_a_row_is_stored_as_the_format_says_and_read_without_rounding(row):
     check(row)
