@@ -41,7 +41,7 @@ class Adapter(NamedTuple):
         try:
             return cls(name, digest_of(_pieces(config), _pieces(weights)), str(config.parent))
         except OSError as error:
-            raise _unreadable(given, error) from error
+            raise unreadable(given, error) from error
 
     @property
     def key(self) -> str:
@@ -80,7 +80,7 @@ def files_in(given: str, path: str) -> tuple[Path, Path]:
             raise ConfigurationError(f"{given}: {what}; save the adapter as {WEIGHTS}")
         _check_file(given, folder / WEIGHTS)
     except OSError as error:
-        raise _unreadable(given, error) from error
+        raise unreadable(given, error) from error
     return folder / CONFIG, folder / WEIGHTS
 
 
@@ -101,13 +101,14 @@ def _check_file(given: str, path: Path) -> None:
         raise ConfigurationError(f"{given}: {path.name} has {found.st_size} bytes; the maximum is {_LIMITS[path.name]}")
 
 
-def _unreadable(given: str, error: OSError) -> ConfigurationError:
+def unreadable(given: str, error: OSError) -> ConfigurationError:
+    """Error for a file of an adapter that the system refuses to read."""
     return ConfigurationError(
         f"{given}: {Path(error.filename or '').name[:_MAX_SHOWN]} cannot be read ({error.strerror})"
     )
 
 
-def digest_of(config: Iterable[bytes], weights: Iterable[bytes]) -> str:
+def digest_of(config: Iterable[bytes], weights: Iterable[bytes | memoryview]) -> str:
     """Digest of the content of both files, each in pieces."""
     whole = hashlib.sha256()
     for content in (config, weights):

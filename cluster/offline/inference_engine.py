@@ -345,7 +345,7 @@ class InferenceEngine:
 
     def model_with(self, lora: LoRARequest | None) -> str:
         """The name by which the model runs with this adapter. Raises `ConfigurationError` where it cannot be read."""
-        router = self._running()[1]
+        replica, router = self._running()
         if lora is None:
             return router.model
         if not self._config.model.serves_adapters:
@@ -354,7 +354,8 @@ class InferenceEngine:
         key = (lora.lora_name, lora.lora_int_id, lora.lora_path)
         adapter = None if lora.load_inplace else self._adapters.get(key)
         if adapter is None:
-            adapter = self._adapters[key] = Adapter.in_folder(lora.lora_name, lora.lora_path)
+            read = replica.read_adapter if lora.load_inplace else Adapter.in_folder
+            adapter = self._adapters[key] = read(lora.lora_name, lora.lora_path)
             router.add_adapter(adapter)
         return adapter.key
 

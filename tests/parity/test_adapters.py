@@ -1,11 +1,13 @@
 """Adapters offline: whatever happens to a request, it has the tokens that its adapter merged into the model gives."""
 
 import shutil
+import threading
 
 import pytest
 
 from holdfast import LLM, LoRARequest, SamplingParams
 from holdfast.cluster.bundled_model.bundled_model import bundled_path
+from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 from holdfast.worker.model_info import adapter_of
 from tests.worker.models.adapter_folders import merge, save_adapter
@@ -107,6 +109,24 @@ def test_another_content_under_the_same_name(folders, alone, tmp_path):
             alone[2]
         )
         assert tokens(llm.generate(PROMPTS, GREEDY, lora_request=first)) == tokens(alone[1])
+
+
+def test_replaced_in_place_under_a_stream(folders, alone, tmp_path):
+    """A stream ends with the tokens of the adapter that it began with."""
+    _, base, adapters = folders
+    place = shutil.copytree(adapters[0], tmp_path / "place")
+    policy = LoRARequest("policy", 1, str(place), load_inplace=True)
+    with InferenceEngine(str(base), {"model": {"enable_lora": True, "max_loras": 2, **SMALL}}) as engine:
+        for before, after in ((1, 2), (2, 3), (3, 3)):  # the last time with files that have not changed
+            begun = threading.Event()
+            running = engine.enqueue_request(
+                PROMPTS[0], GREEDY, lambda _, begun=begun: begun.set(), lora_request=policy
+            )
+            assert begun.wait(300)
+            shutil.copytree(adapters[after - 1], place, dirs_exist_ok=True)
+            new = [engine.enqueue_request(prompt, GREEDY, lora_request=policy) for prompt in PROMPTS]
+            assert tokens([handle.result() for handle in new]) == tokens(alone[after])
+            assert tokens([running.result()]) == tokens(alone[before])[:1]
 
 
 def test_refused_by_name(folders, tmp_path):

@@ -8,18 +8,18 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
-from holdfast.worker.adapter import Adapter
+from holdfast.worker.adapter import Adapter, described, files_in
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.rank_orders import Order
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.adapters import PackedAdapter
 from holdfast.worker.executors.cpu.executor import CpuExecutor
-from holdfast.worker.models.adapter_folder import read_adapter
+from holdfast.worker.models.adapter_folder import AdapterFolder, read_adapter
 from holdfast.worker.models.adapter_places import AdapterPlaces
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,43 @@ class AdapterGoneError(ConfigurationError):
     """The folder of an adapter holds another one now. The message names both digests."""
 
 
+class _Begun(NamedTuple):
+    """The last load that was begun before it was asked for."""
+
+    marks: tuple[object, ...]
+    digest: str
+    executor: CpuExecutor
+    future: "Future[PackedAdapter] | None"
+    """None: it was fetched."""
+
+
+def _marks(name: str, path: str) -> tuple[object, ...]:
+    """Marks of a folder's files, which change with them. Raises `ConfigurationError`."""
+    files = [file.stat() for file in files_in(described(name, path), path)]
+    return name, path, *((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in files)
+
+
+def _on_thread(future: "Future[PackedAdapter]", load: Callable[[], PackedAdapter]) -> None:
+    """Sets the result, or the error, from a thread."""
+
+    def run() -> None:
+        try:
+            future.set_result(load())
+        except BaseException as error:  # noqa: BLE001 - `take` raises it, or reports it to the leader's requests
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="adapter", daemon=True).start()
+
+
+def _check_digest(folder: AdapterFolder, adapter: Adapter) -> None:
+    """The digest is computed beside the other work, and waited for last."""
+    if folder.digest != adapter.digest:
+        raise AdapterGoneError(
+            f"{folder.given}: it holds {folder.digest[:16]} now, and the request is for {adapter.digest[:16]}; "
+            "load the adapter again, under this name or another"
+        )
+
+
 class RankAdapters:
     """One rank's part: reads, checks and packs an adapter on a thread, and puts it in a slot."""
 
@@ -40,18 +77,51 @@ class RankAdapters:
         self._places = places
         self._group = group
         self._loads: dict[int, Future[PackedAdapter]] = {}
+        self._begun: _Begun | None = None
+
+    def begin(self, name: str, path: str) -> Adapter:
+        """The adapter that lies in a folder now. If its files have changed since the last call, begins to pack and
+        prove it on a thread, from the bytes of its digest, so that `fetch` does not read it again; not where there are
+        other ranks, for which all would have to wait. Raises `ConfigurationError` where it cannot be read; the request
+        for it is refused for other faults.
+        """
+        marks, begun = _marks(name, path), self._begun
+        if self._group.size > 1 or (begun is not None and begun.marks == marks):
+            return Adapter.in_folder(name, path)
+        try:
+            folder = self._places.named(read_adapter(name, path))
+        except ConfigurationError:
+            return Adapter.in_folder(name, path)
+        future: Future[PackedAdapter] = Future()
+        _on_thread(future, lambda: self._packed(folder))
+        adapter = Adapter(name, folder.digest, str(files_in(folder.given, path)[0].parent))
+        self._begun = _Begun(marks, adapter.digest, self._executor(), future)
+        return adapter
+
+    def _take_begun(self, adapter: Adapter) -> "Future[PackedAdapter] | None":
+        """The load that was begun of an adapter, once."""
+        begun = self._begun
+        if begun is None or begun.digest != adapter.digest or begun.executor is not self._executor():
+            return None
+        future, self._begun = begun.future, begun._replace(future=None)
+        return future
 
     def load(self, adapter: Adapter) -> PackedAdapter:
         """Loads this rank's share. Raises `ConfigurationError` for an adapter that cannot be served."""
         folder = self._places.named(read_adapter(adapter.name, adapter.path))
-        if folder.digest != adapter.digest:
-            raise AdapterGoneError(
-                f"{folder.given}: it holds {folder.digest[:16]} now, and the request is for {adapter.digest[:16]}; "
-                "load the adapter again, under this name or another"
-            )
+        try:
+            packed = self._packed(folder)
+        except ConfigurationError:
+            _check_digest(folder, adapter)  # of another content no fault is told
+            raise
+        _check_digest(folder, adapter)
+        return packed
+
+    def _packed(self, folder: AdapterFolder) -> PackedAdapter:
         executor = self._executor()
-        packed = executor.pack_adapter(self._places.apply(folder))
-        if not self._places.prove(folder, executor.dtype, packed.added):
+        applied = self._places.apply(folder)
+        packed = executor.pack_adapter(applied)
+        if not self._places.prove(folder, applied, executor.dtype, packed.compare):
             logger.warning("%s: it adds nothing but zeros, so that outputs are those of the model alone", folder.given)
         return packed
 
@@ -67,17 +137,13 @@ class RankAdapters:
         return tuple(found)
 
     def fetch(self, ticket: int, adapter: Adapter, then: Callable[[], None] = lambda: None) -> None:
-        """Begins to load, on a thread; calls `then` there when that is over."""
-        future = self._loads[ticket] = Future[PackedAdapter]()
-
-        def load() -> None:
-            try:
-                future.set_result(self.load(adapter))
-            except BaseException as error:  # noqa: BLE001 - `take` raises it, or reports it to the leader's requests
-                future.set_exception(error)
-            then()
-
-        threading.Thread(target=load, name="adapter", daemon=True).start()
+        """Begins to load, on a thread, unless that was begun; calls `then` when it is over, on that thread or here."""
+        future = self._take_begun(adapter)
+        is_new = future is None
+        self._loads[ticket] = future = Future() if future is None else future
+        future.add_done_callback(lambda _: then())
+        if is_new:
+            _on_thread(future, lambda: self.load(adapter))
 
     def take(self, ticket: int, slot: int) -> Exception | None:
         """Puts the loaded adapter in a slot if all ranks have it; otherwise returns the reason, as this rank knows

@@ -273,9 +273,8 @@ class Engine:
 
     def _take_commands(self) -> None:
         """Runs all commands in the inbox; with nothing to do, waits for the first command."""
-        wait_s = 0.0
-        if not self._core.scheduler.has_work:
-            core = self._core
+        core, wait_s = self._core, 0.0
+        if not core.scheduler.has_work:
             wait_s = core.most_idle_s(self._clock(), self._idle_s)
             if (core.held.for_blocks or core.adapters is not None) and core.held:
                 self.progress.tick()  # who waits sees that this thread does not stand still
@@ -283,8 +282,10 @@ class Engine:
         commands = self._inbox.take(wait_s)
         if wait_s and not commands:
             self._runner.keep_alive()
-        for command in commands:
-            command()
+        while commands:
+            for command in commands:
+                command()
+            commands = self._inbox.take()  # commands may have put others in: an adapter is here already
         tier = self._core.tier
         if tier is not None and (tier.has_store or tier.moves) and not self._core.scheduler.has_work:
             self._core.tend_tier(self._clock())

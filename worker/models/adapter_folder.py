@@ -4,22 +4,27 @@ Both files are read once, and their digest is computed from the same bytes that 
 """
 
 import json
+import os
 import re
+import struct
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final
 
 import regex
-from safetensors import SafetensorError
-from safetensors.torch import load
+import torch
 from torch import Tensor
 
-from holdfast.worker.adapter import CONFIG, WEIGHTS, check_adapter_name, described, digest_of, files_in
+from holdfast.worker.adapter import CONFIG, WEIGHTS, check_adapter_name, described, digest_of, files_in, unreadable
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.adapters import LowRank
+from holdfast.worker.executors.cpu.tile_memory import mapped_memory
 from holdfast.worker.executors.finite import not_finite
+from holdfast.worker.models.safetensors_files import DTYPES
+from holdfast.worker.models.safetensors_header import StoredTensor, read_tensors
 
 MAX_RANK: Final = 256  # rank of a LoRA matrix
 MAX_PATTERN: Final = 2000  # characters
@@ -28,6 +33,8 @@ _MAX_SHOWN: Final = 200
 """Characters of a value in messages."""
 _MATCH_S: Final = 0.1
 """Seconds that a regular expression of a config may take for a module's name."""
+
+_PIECE: Final = 4 << 20  # bytes read at a time
 
 _TENSOR: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 
@@ -54,12 +61,17 @@ class AdapterFolder:
     """Name and folder, for errors."""
     base: str
     """Base model named by the adapter; empty: none."""
-    digest: str
+    digest_in_work: "Future[str]"
     targets: str | tuple[str, ...]
     modules: Mapping[str, LowRank]
     """Matrices by the names of Hugging Face's modules."""
     prefix: str = ""
     """Beginning of those names that the folder leaves out."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of both files. Waits for it."""
+        return self.digest_in_work.result()
 
     @property
     def has_effect(self) -> bool:
@@ -85,19 +97,18 @@ def read_adapter(name: str, path: str) -> AdapterFolder:
     """Reads and checks a folder. Raises `ConfigurationError` with the adapter's name and the fault."""
     check_adapter_name(name)
     given = described(name, path)
-    config_bytes, weights = (_read(given, file) for file in files_in(given, path))
+    config_file, weights_file = files_in(given, path)
+    config_bytes = _read(given, config_file)
     config = _object(given, config_bytes)
     _check_fields(given, config)
+    weights, digest = _read_weights(given, weights_file, config_bytes)
     targets = config.get("target_modules")
-    with ThreadPoolExecutor(1, thread_name_prefix="digest") as beside:
-        digest = beside.submit(digest_of, [config_bytes], [weights])
-        modules = _modules(given, config, weights)
     found = AdapterFolder(
         given=given,
         base=str(config.get("base_model_name_or_path") or "")[:_MAX_SHOWN],
-        digest=digest.result(),
+        digest_in_work=digest,
         targets=targets if isinstance(targets, str) else tuple(targets or ()),
-        modules=modules,
+        modules=_modules(given, config, weights_file, weights),
     )
     if strangers := sorted(name for name in found.modules if not _matches(given, found.targets, name)):
         raise found.refused(f"it has tensors of {strangers[0]}, which its target_modules do not name")
@@ -108,7 +119,27 @@ def _read(given: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"{given}: {path.name} cannot be read ({error.strerror})") from error
+        raise unreadable(given, error) from error
+
+
+def _read_weights(given: str, path: Path, config: bytes) -> tuple[memoryview, "Future[str]"]:
+    """The content of a file, and the digest of both files, which a thread computes meanwhile from the same bytes."""
+    pieces = SimpleQueue[memoryview | None]()
+    beside = ThreadPoolExecutor(1, thread_name_prefix="digest")
+    try:
+        digest = beside.submit(digest_of, [config], iter(pieces.get, None))
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            content, first = memoryview(mapped_memory(size))[:size], 0
+            while count := file.readinto(content[first : first + _PIECE]):
+                pieces.put(content[first : first + count])
+                first += count
+        return content[:first], digest
+    except OSError as error:
+        raise unreadable(given, error) from error
+    finally:
+        pieces.put(None)
+        beside.shutdown(wait=False)
 
 
 def _object(given: str, content: bytes) -> dict[str, Any]:
@@ -151,11 +182,8 @@ def _check_fields(given: str, config: Mapping[str, Any]) -> None:
             raise refuse(field, "it changes the adapter's arithmetic, and is not supported")
 
 
-def _modules(given: str, config: Mapping[str, Any], weights: bytes) -> dict[str, LowRank]:
-    try:
-        tensors = load(weights)
-    except (SafetensorError, ValueError) as error:
-        raise ConfigurationError(f"{given}: {WEIGHTS} is not a safetensors file, or is cut short ({error})") from error
+def _modules(given: str, config: Mapping[str, Any], path: Path, weights: memoryview) -> dict[str, LowRank]:
+    tensors = _tensors(given, path, weights)
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         match = _TENSOR.fullmatch(name)
@@ -174,9 +202,36 @@ def _modules(given: str, config: Mapping[str, Any], weights: bytes) -> dict[str,
         parts[match["part"]] = tensor
     if not pairs:
         raise ConfigurationError(f"{given}: {WEIGHTS} has no tensors")
-    if (name := not_finite(tensors)) is not None:
-        raise ConfigurationError(f"{given}: {name} has a NaN or an infinity")
+    if (odd := _first_not_finite(tensors, weights)) is not None:
+        raise ConfigurationError(f"{given}: {odd} has a NaN or an infinity")
     return {module: _low_rank(given, config, module, parts) for module, parts in sorted(pairs.items())}
+
+
+def _tensors(given: str, path: Path, weights: memoryview) -> dict[str, Tensor]:
+    """Views of a file's content, by name."""
+    try:
+        return {name: _view(name, weights, entry) for name, entry in read_tensors(path, weights).items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, struct.error) as error:
+        raise ConfigurationError(f"{given}: {WEIGHTS} is not a safetensors file, or is cut short ({error})") from error
+
+
+def _first_not_finite(tensors: Mapping[str, Tensor], weights: memoryview) -> str | None:
+    """Name of a tensor that has a NaN or an infinity, as by `not_finite`; those of one type are looked at together."""
+    if len(dtypes := {tensor.dtype for tensor in tensors.values()}) == 1:
+        content = weights[len(weights) - sum(tensor.nbytes for tensor in tensors.values()) :]
+        if not content or not_finite({"": torch.frombuffer(content, dtype=dtypes.pop())}) is None:
+            return None
+    return not_finite(tensors)
+
+
+def _view(name: str, weights: memoryview, entry: StoredTensor) -> Tensor:
+    dtype, num_bytes = DTYPES[entry.kind], entry.end - entry.first
+    if num_bytes == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    numbers = torch.frombuffer(weights, dtype=dtype, count=num_bytes // dtype.itemsize, offset=entry.first)
+    if num_bytes % dtype.itemsize:
+        raise ValueError(f"{name} of {entry.kind} has {num_bytes} bytes")
+    return numbers.view(entry.shape)
 
 
 def _low_rank(given: str, config: Mapping[str, Any], module: str, parts: Mapping[str, Tensor]) -> LowRank:
@@ -191,7 +246,7 @@ def _low_rank(given: str, config: Mapping[str, Any], module: str, parts: Mapping
         raise ConfigurationError(
             f"{given}: {module} has rank {rank:g}, and must have a whole number from 1 to {MAX_RANK}"
         )
-    if len(a) != rank or b.shape[1] != rank:
+    if a.shape[0] != rank or b.shape[1] != rank:
         raise ConfigurationError(
             f"{given}: {module} has lora_A {tuple(a.shape)} and lora_B {tuple(b.shape)}, and {CONFIG} says "
             f"rank {rank:g}"
@@ -199,7 +254,11 @@ def _low_rank(given: str, config: Mapping[str, Any], module: str, parts: Mapping
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     if not scale:
         raise ConfigurationError(f"{given}: {module} has lora_alpha = {alpha:g}, by which nothing would be added")
-    return LowRank(a=a, b=b, scale=scale)
+    return LowRank(a=_of_a_read_type(a), b=_of_a_read_type(b), scale=scale)
+
+
+def _of_a_read_type(matrix: Tensor) -> Tensor:
+    return matrix.float() if matrix.dtype == torch.float64 else matrix
 
 
 def _number(given: str, config: Mapping[str, Any], module: str, field: str, pattern: str) -> float:

@@ -5,16 +5,16 @@ that are stacked, split, divided by heads or shared by ranks need no separate ru
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-from holdfast.worker.executors.cpu.adapters import AdaptedLinear, LowRank, adaptable
+from holdfast.worker.executors.cpu.adapters import AdaptedLinear, Difference, LowRank, adaptable
 from holdfast.worker.executors.cpu.packed_rows import IntArray
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.models.adapter_folder import AdapterFolder
@@ -29,6 +29,9 @@ _IN_TABLES: Final = 2**40
 """A row's number is its tensor's, times this, and its own."""
 _PROOF_LIMIT: Final = 1e-4
 """Largest error of an addition, as a share of its usual size: sums are float32."""
+
+Compare: TypeAlias = Callable[[str, AdaptedLinear, Tensor], Sequence[Difference]]
+"""Comparison of what an executor adds at a place with the product of matrices, by module, for inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +52,6 @@ class Place:
     """Fixed inputs, float32 [inputs]: each of this rank has the number that it has on a single rank. They are what any
     dtype holds.
     """
-    outputs_of: "tuple[_Index, ...]"
-    """The outputs of each module."""
-    rows_of: "tuple[_Index, ...]"
-    """Which outputs of the module those are."""
 
     def adapted(self, modules: Mapping[str, LowRank]) -> AdaptedLinear | None:
         """Matrices that an adapter adds here; None: it has none of these modules."""
@@ -68,45 +67,6 @@ class Place:
         is_run = np.array_equal(self.columns, np.arange(first, first + length))
         a = one.a[:, first : first + length] if is_run else one.a[:, torch.from_numpy(self.columns)]
         return LowRank(a=a, b=one.b, scale=one.scale)
-
-    def expected(self, modules: Mapping[str, LowRank], dtype: torch.dtype, x: Tensor) -> Iterator["_Expected"]:
-        """Numbers that are added to the outputs for inputs x, by the matrices alone, of each module that has some."""
-        for number, name in enumerate(self.modules):
-            if (one := self._own(modules.get(name))) is not None:
-                a, b = (part.to(dtype).float() for part in (one.a, one.b))
-                sums = (b @ ((a @ x) * one.scale))[self.rows_of[number]]
-                yield _Expected(name, self.outputs_of[number], sums, LowRank(a=a, b=b, scale=one.scale), x)
-
-
-_Index = slice | Tensor
-"""Places of numbers; a slice, which copies nothing, where they follow each other."""
-
-
-class _Expected(NamedTuple):
-    """Numbers of one module."""
-
-    name: str
-    outputs: _Index
-    sums: Tensor
-    matrices: LowRank
-    """In float32."""
-    inputs: Tensor
-
-    @property
-    def usual(self) -> float:
-        """Usual size of such numbers: those of few ranks may cancel each other by chance."""
-        one, x = self.matrices, self.inputs
-        inner = float(one.a.norm(dim=1).max()) * float(x.norm()) / len(x) ** 0.5  # root mean square of a sum
-        usual: float = inner * abs(one.scale) * float(one.b.abs().max())
-        return max(usual, self.largest)
-
-    @property
-    def largest(self) -> float:
-        return _largest(self.sums)
-
-
-def _largest(numbers: Tensor) -> float:
-    return float(numbers.abs().max())
 
 
 class AdapterPlaces:
@@ -149,7 +109,7 @@ class AdapterPlaces:
                     f"{name} is no linear of this model that takes an adapter; such are those of attention and of "
                     f"dense MLPs, as {next(iter(self._shapes), 'none')}"
                 )
-            if (len(one.b), one.a.shape[1]) != shape:
+            if (one.b.shape[0], one.a.shape[1]) != shape:
                 raise folder.refused(
                     f"{name} has lora_A {tuple(one.a.shape)} and lora_B {tuple(one.b.shape)}, and the model's linear "
                     f"has {shape[1]} inputs and {shape[0]} outputs: it is an adapter of another model"
@@ -158,26 +118,30 @@ class AdapterPlaces:
         found = {key: place.adapted(folder.modules) for key, place in self._places.items() if place is not None}
         return {key: adapted for key, adapted in found.items() if adapted is not None}
 
-    def prove(self, folder: AdapterFolder, dtype: torch.dtype, added: Callable[[str, Tensor], Tensor]) -> bool:
-        """Whether an adapter adds anything to fixed inputs. `added(place, inputs)`: the executor's addition, with the
-        packed matrices and the products of a step; it must equal the addition of a merged model's weights.
+    def prove(
+        self, folder: AdapterFolder, applied: Mapping[str, AdaptedLinear], dtype: torch.dtype, compare: Compare
+    ) -> bool:
+        """Whether an adapter adds anything to fixed inputs. `applied`: by `apply`. `compare(place, matrices, inputs)`:
+        the executor's addition, with the packed matrices and the products of a step, beside that of a merged model's
+        weights; both must be equal.
 
-        Raises `ConfigurationError` if it is not, if a tensor is applied at two places or at none, and if rounding to
+        Raises `ConfigurationError` if they are not, if a tensor is applied at two places or at none, and if rounding to
         the model's `dtype` leaves nothing of the adapter.
         """
         times, has_effect = Counter[str](), False
         for key, place in self._places.items():
-            if place is None or not any(name in folder.modules for name in place.modules):
+            adapted = applied.get(key)
+            if place is None or adapted is None:
                 continue
-            found = added(key, place.probe)
-            for one in place.expected(folder.modules, dtype, place.probe):
-                times[one.name] += 1
-                error, largest = _largest(found[one.outputs] - one.sums), one.largest
-                is_right = error <= _PROOF_LIMIT * largest or error <= _PROOF_LIMIT * one.usual
-                if not is_right:  # NaN is refused, too
+            differences = compare(key, adapted, place.probe)
+            for name, part, (error, largest, usual) in zip(place.modules, adapted.parts, differences, strict=True):
+                if part is None:
+                    continue
+                times[name] += 1
+                if not error <= _PROOF_LIMIT * max(usual, largest):  # NaN is refused, too
                     raise folder.refused(
-                        f"{one.name}: its addition to fixed inputs is not the product of its matrices in {dtype} (it "
-                        f"differs by {error:.3g}, of numbers up to {one.usual:.3g})"
+                        f"{name}: its addition to fixed inputs is not the product of its matrices in {dtype} (it "
+                        f"differs by {error:.3g}, of numbers up to {max(usual, largest):.3g})"
                     )
                 has_effect = has_effect or largest > 0
         if wrong := [name for name in folder.modules if times[name] != 1]:
@@ -243,7 +207,6 @@ def _place(rows: Sequence[Tensor], columns: Sequence[Tensor], numbers: _Numbers)
         return None
     tensors, own = np.divmod(torch.cat([part[:, 0] for part in rows]).numpy(), _IN_TABLES)
     used, module_of = np.unique(tensors, return_inverse=True)
-    outputs_of = [np.flatnonzero(module_of == number) for number in range(len(used))]
     return Place(
         modules=tuple(numbers.names[number] for number in used.tolist()),
         shapes=tuple(numbers.shapes[number] for number in used.tolist()),
@@ -251,12 +214,4 @@ def _place(rows: Sequence[Tensor], columns: Sequence[Tensor], numbers: _Numbers)
         rows=own,
         columns=inputs.numpy(),
         probe=((inputs * 37 + 11) % 127 - 63).float() / 64,
-        outputs_of=tuple(_index(outputs) for outputs in outputs_of),
-        rows_of=tuple(_index(own[outputs]) for outputs in outputs_of),
     )
-
-
-def _index(numbers: IntArray) -> _Index:
-    first, length = int(numbers[0]), len(numbers)
-    is_run = np.array_equal(numbers, np.arange(first, first + length))
-    return slice(first, first + length) if is_run else torch.from_numpy(numbers)

@@ -3,7 +3,7 @@
 import json
 import struct
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 INDEX: Final = "model.safetensors.index.json"
 """The file that says in which of several files each tensor lies."""
@@ -28,7 +28,11 @@ def checked_header(path: Path) -> tuple[dict[str, Any], int]:
     Raises `ValueError`, and what else comes of JSON that is no header.
     """
     content = _header_of(path)
-    header = json.loads(content.decode(), object_pairs_hook=_without_repeats)
+    return _checked(path, content), 8 + len(content)
+
+
+def _checked(path: Path, content: bytes) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(content.decode(), object_pairs_hook=_without_repeats)
     if not all(isinstance(text, str) for text in (header.pop("__metadata__", None) or {}).values()):
         raise ValueError(f"{path}: metadata that is no text")
     for name, entry in header.items():
@@ -38,15 +42,53 @@ def checked_header(path: Path) -> tuple[dict[str, Any], int]:
             raise ValueError(f"{path}: {name} has dtype {entry['dtype']!r} and numbers {counts}")
         if len(entry["data_offsets"]) != 2:
             raise ValueError(f"{path}: {name} lies from and to {entry['data_offsets']}")
-    return header, 8 + len(content)
+    return header
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in the content of a file."""
+
+    kind: str
+    """Name of its type in the header."""
+    shape: list[int]
+    first: int
+    """Place of its first byte in the content."""
+    end: int
+
+
+def read_tensors(path: Path, content: memoryview) -> dict[str, StoredTensor]:
+    """The tensors of a file's content. They follow each other, from the header to the end, as the format has it.
+
+    Raises `ValueError`, and what else comes of JSON that is no header.
+    """
+    length = _length(path, content[:8])
+    header = _whole(path, bytes(content[8 : 8 + length]), length)
+    begin = reached = 8 + len(header)
+    found = {}
+    for name, entry in sorted(_checked(path, header).items(), key=lambda item: item[1]["data_offsets"]):
+        first, end = (begin + offset for offset in entry["data_offsets"])
+        if first != reached or not first <= end <= len(content):
+            raise ValueError(f"{name} lies at {first} to {end}, behind {reached}, in {len(content)} bytes")
+        found[name], reached = StoredTensor(entry["dtype"], entry["shape"], first, end), end
+    if reached != len(content):
+        raise ValueError(f"its tensors end at {reached}, and it has {len(content)} bytes")
+    return found
 
 
 def _header_of(path: Path) -> bytes:
     with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if not 0 < length <= _MAX_HEADER:
-            raise ValueError(f"{path}: a header of {length} bytes")
-        content = file.read(length)
+        length = _length(path, file.read(8))
+        return _whole(path, file.read(length), length)
+
+
+def _length(path: Path, content: bytes | memoryview) -> int:
+    (length,) = struct.unpack("<Q", content)
+    if not 0 < length <= _MAX_HEADER:
+        raise ValueError(f"{path}: a header of {length} bytes")
+    return int(length)
+
+
+def _whole(path: Path, content: bytes, length: int) -> bytes:
     if len(content) < length:
         raise ValueError(f"{path}: {len(content)} bytes of a header of {length}")
     return content

@@ -11,12 +11,13 @@ from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, TypeVar
 
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.config import HealthConfig, WorkerConfig
 from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.tier_mover import TierShape
-from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.errors import ConfigurationError, HoldfastError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.process_memory import loading, take_back
 from holdfast.worker.progress import Report
@@ -184,6 +185,15 @@ class Replica:
                 self._callbacks.append(callback)
                 return
         callback(self._failure)
+
+    def read_adapter(self, name: str, path: str) -> Adapter:
+        """The adapter that lies in a folder now, of which a request follows: its load begins here. Raises
+        `ConfigurationError` where it cannot be read, or adapters are not served.
+        """
+        orders = self._leader.adapter_orders()
+        if orders is None:
+            raise ConfigurationError("model.enable_lora = False: this replica serves no adapters")
+        return orders.own.begin(name, path)
 
     def guard(self) -> HeartbeatPipe | None:
         """Starts a hang supervisor, which kills this process and its ranks if the process hangs as a whole; None if the

@@ -9,16 +9,16 @@ import ctypes
 from collections.abc import Mapping
 from ctypes import CDLL, byref
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import cached_property
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from holdfast.worker.executors.cpu.adapted_outputs import LANES, AdaptedOutputs, SingleOutputs, Site, WholeBlocks
-from holdfast.worker.executors.cpu.linear_structures import NativeAdapted, NativeAdapter
+from holdfast.worker.executors.cpu.adapted_outputs import LANES, AdaptedOutputs, Site
+from holdfast.worker.executors.cpu.library import check_outcome
+from holdfast.worker.executors.cpu.linear_structures import NativeAdapted, NativeAdapter, NativeLowRank
 from holdfast.worker.executors.cpu.packed_rows import IntArray
 from holdfast.worker.executors.cpu.part_packing import GROUP
 from holdfast.worker.executors.cpu.tile_memory import mapped_memory
@@ -37,8 +37,19 @@ class LowRank:
     """[outputs, rank]"""
     scale: float
 
+    def __post_init__(self) -> None:
+        assert self.a.stride(1) == 1, "inputs of a rank follow each other"
+        assert self.b.is_contiguous(), "B is whole"
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+    @property
+    def native(self) -> NativeLowRank:
+        """The matrices as the library reads them, as long as this lives."""
+        a, b = self.a, self.b
+        types = DTYPES[a.dtype], DTYPES[b.dtype]
+        return NativeLowRank(a.data_ptr(), b.data_ptr(), a.stride(0), self.scale, a.shape[0], *types)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdaptedLinear:
     """Numbers that are added to one linear."""
 
@@ -48,6 +59,18 @@ class AdaptedLinear:
     """[outputs of this rank] the number of an output's module."""
     rows: IntArray
     """[outputs of this rank] which output of its module it is."""
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of each part; 0: there is none."""
+        return tuple(0 if part is None else part.a.shape[0] for part in self.parts)
+
+    @cached_property
+    def native(self) -> ctypes.Array[NativeLowRank]:
+        """The matrices as the library reads them, as long as this lives."""
+        return (NativeLowRank * len(self.parts))(
+            *(NativeLowRank() if one is None else one.native for one in self.parts)
+        )
 
 
 def adaptable(layout: DecoderLayout) -> dict[str, Linear]:
@@ -63,6 +86,17 @@ def adaptable(layout: DecoderLayout) -> dict[str, Linear]:
     return found
 
 
+class Difference(NamedTuple):
+    """Numbers that a step adds to the outputs of one module, beside the product of its matrices, for fixed inputs."""
+
+    error: float
+    """Largest difference; not a number where one of both is none."""
+    largest: float
+    """Largest number of that product."""
+    usual: float
+    """Usual size of such numbers: those of few ranks may cancel each other by chance."""
+
+
 _NUMBERS_OF_LINE: Final = 32  # places are multiples of it: a cache line or two
 
 
@@ -74,108 +108,81 @@ class PackedAdapter:
     ) -> None:
         """Numbers are rounded to `dtype`, the model's. It touches nothing that a step uses."""
         self._library, self._dtype = library, dtype
-        plans = {place: _Plan(sites[place], added) for place, added in adapted.items()}
-        length = sum(plan.length for plan in plans.values())
+        self._plans = {place: _Plan(sites[place], added) for place, added in adapted.items()}
+        length = sum(plan.length for plan in self._plans.values())
         self._memory = mapped_memory(length * dtype.itemsize)
         """Memory of all matrices: small ones by themselves would get small pages."""
         numbers = torch.frombuffer(self._memory, dtype=dtype, count=length)
-        self._kept: list[Any] = [numbers]
+        scales = np.zeros(sum(plan.num_ranks for plan in self._plans.values()), dtype=np.float32)
+        self._kept: list[Any] = [numbers, scales]
         self._linears = (NativeAdapted * len(sites))()
-        self._packed: dict[str, tuple[NativeAdapted, _Plan]] = {}
-        for number, place in enumerate(sites):
-            if (plan := plans.get(place)) is not None:
-                plan.write(numbers[: plan.length])
-                self._linears[number] = self._described(plan, numbers)
-                self._packed[place] = self._linears[number], plan
-                numbers = numbers[plan.length :]
+        self._numbers = {place: number for number, place in enumerate(sites)}
+        address, address_of_scales = numbers.data_ptr(), scales.ctypes.data
+        for place, plan in self._plans.items():
+            b, spans = address + plan.length_of_a * dtype.itemsize, plan.spans.ctypes.data
+            own = NativeAdapted(address, b, address_of_scales, spans, plan.num_ranks)
+            self._pack(plan, adapted[place], own)
+            _put_scales(adapted[place], scales)
+            self._linears[self._numbers[place]] = own
+            self._kept.append(plan.spans)
+            scales = scales[plan.num_ranks :]
+            address, address_of_scales = address + plan.length * dtype.itemsize, address_of_scales + own.ranks * 4
         self.native = NativeAdapter(linears=ctypes.addressof(self._linears))
 
-    def _described(self, plan: "_Plan", numbers: Tensor) -> NativeAdapted:
-        parts = (plan.scales, plan.spans)
-        self._kept.extend(parts)
-        return NativeAdapted(
-            a=numbers.data_ptr(),
-            b=numbers[plan.length_of_a :].data_ptr(),
-            scales=plan.scales.ctypes.data,
-            spans=plan.spans.ctypes.data,
-            ranks=len(plan.scales),
-        )
+    def _pack(self, plan: "_Plan", added: AdaptedLinear, to: NativeAdapted) -> None:
+        site, outputs = plan.site, plan.outputs
+        sizes = site.slices, site.slice_length, site.filled_length, len(plan.spans)
+        arrays = outputs.part_of.ctypes.data, outputs.rows_of.ctypes.data, to.spans
+        of_parts = added.native, len(added.parts), DTYPES[self._dtype]
+        outcome = self._library.native_pack_adapted(*of_parts, *sizes, *arrays, to.a, to.b)
+        check_outcome(outcome, "the packing of an adapter")
 
-    def added(self, place: str, row: Tensor) -> Tensor:
-        """Numbers that a step adds to one row of a linear's outputs: float32 [outputs of this rank], of float32 inputs
-        [inputs of this rank], which are rounded as a step's are. On the calling thread, beside any step.
+    def compare(self, place: str, adapted: AdaptedLinear, row: Tensor) -> list[Difference]:
+        """Numbers that a step adds to one row of a linear's outputs, beside `scale * b a x` of the matrices of each of
+        its modules; zeros of a module that has none. `row`: float32 inputs [inputs of this rank], numbers that the
+        model's dtype has. On the calling thread, beside any step.
         """
-        linear, plan = self._packed[place]
-        site, kind = plan.site, torch.bfloat16 if self._dtype == torch.bfloat16 else torch.float32
-        filled = F.pad(row.view(site.slices, -1), (0, site.filled_length - site.slice_length)).to(kind)
-        packed, groups = torch.empty(len(site.rows)), len(site.rows) // GROUP
-        dims = site.slices, site.filled_length, groups
-        self._library.native_added(byref(linear), DTYPES[self._dtype], filled.data_ptr(), *dims, packed.data_ptr())
-        return packed[plan.outputs.place_of]
+        found, num_parts = self.added(place, row), len(adapted.parts)
+        differences = np.empty((num_parts, 3), dtype=np.float32)
+        place_of = self._plans[place].outputs.place_of
+        outcome = self._library.native_compare_added(
+            *(adapted.native, num_parts, DTYPES[self._dtype], row.data_ptr(), row.shape[0]),
+            *(adapted.part_of.ctypes.data, adapted.rows.ctypes.data, place_of.ctypes.data, len(place_of)),
+            *(found.ctypes.data, differences.ctypes.data),
+        )
+        check_outcome(outcome, "the proof of an adapter")
+        return [Difference(*numbers) for numbers in differences.tolist()]
+
+    def added(self, place: str, row: Tensor) -> np.ndarray:
+        """Numbers that a step adds to one row of a linear's packed outputs, float32, with inputs as for `compare`."""
+        site = self._plans[place].site
+        filled = site.filled(row, torch.bfloat16 if self._dtype == torch.bfloat16 else torch.float32)
+        packed = np.empty(len(site.rows), dtype=np.float32)
+        sizes = site.slices, site.filled_length, len(site.rows) // GROUP
+        linear = byref(self._linears[self._numbers[place]])
+        self._library.native_added(linear, DTYPES[self._dtype], filled.data_ptr(), *sizes, packed.ctypes.data)
+        return packed
 
 
 class _Plan:
     """Places of the numbers of one linear's adapter, in separate memory."""
 
     def __init__(self, site: Site, added: AdaptedLinear) -> None:
-        self.site, self._added = site, added
+        self.site = site
         self.outputs: AdaptedOutputs = site.outputs(added.part_of, added.rows)
-        ranks = np.array([0 if part is None else len(part.a) for part in added.parts])
-        total = int(ranks.sum())
-        self._firsts = np.cumsum(ranks) - ranks
-        self.scales = np.zeros(-(-total // LANES) * LANES, dtype=np.float32)
-        self.scales[:total] = np.repeat([0.0 if part is None else part.scale for part in added.parts], ranks)
-        self.spans = self.outputs.spans(ranks)
-        self.length_of_a = len(self.scales) * site.slices * site.filled_length
+        self.num_ranks = -(-sum(added.ranks) // LANES) * LANES
+        """Ranks, filled up."""
+        self.spans = self.outputs.spans(added.ranks)
+        self.length_of_a = self.num_ranks * site.slices * site.filled_length
         last = self.spans[-1]
         of_b = int(last["place"]) + int(last["end"] - last["first"]) * LANES
         self.length = -(-(self.length_of_a + of_b) // _NUMBERS_OF_LINE) * _NUMBERS_OF_LINE
 
-    def write(self, numbers: Tensor) -> None:
-        """Writes to memory [length] of zeros."""
-        units, dtype = _units(numbers), numbers.dtype
-        present = [(number, part) for number, part in enumerate(self._added.parts) if part is not None]
-        self._write_a(units[: self.length_of_a], [_units(part.a.to(dtype)) for _, part in present])
-        lines = units[self.length_of_a :].reshape(-1, LANES)
-        for number, part in present:
-            b = _units(part.b.to(dtype))
-            self._write_whole(lines, b, self.outputs.whole[number])
-            self._write_single(lines, b, self.outputs.single[number], int(self._firsts[number]))
 
-    def _write_a(self, units: np.ndarray, parts: list[np.ndarray]) -> None:
-        """[ranks / 16][inputs, slices filled up][16]"""
-        site, tiles = self.site, len(self.scales) // LANES
-        whole = np.zeros((tiles * LANES, parts[0].shape[1]), dtype=units.dtype)
-        np.concatenate(parts, out=whole[: sum(map(len, parts))])
-        to = units.reshape(tiles, site.slices, site.filled_length, LANES)[:, :, : site.slice_length]
-        np.copyto(to, whole.reshape(tiles, LANES, site.slices, site.slice_length).transpose(0, 2, 3, 1))
-
-    def _write_whole(self, lines: np.ndarray, b: np.ndarray, whole: WholeBlocks) -> None:
-        """[ranks][16] of each block."""
-        if not len(whole.blocks):
-            return
-        rank = b.shape[1]
-        blocks = b[whole.rows].reshape(-1, LANES, rank).transpose(0, 2, 1)
-        firsts = self.spans["place"][whole.blocks] // LANES
-        steps = np.diff(firsts)
-        if len(steps) and (steps == steps[0]).all():  # one copy
-            strides = (int(steps[0]) * lines.strides[0], *lines.strides)
-            np.copyto(as_strided(lines[firsts[0] :], (len(firsts), rank, LANES), strides), blocks)
-        else:
-            lines[firsts[:, None] + np.arange(rank)] = blocks
-
-    def _write_single(self, lines: np.ndarray, b: np.ndarray, single: SingleOutputs, first: int) -> None:
-        """Lanes of other blocks, whose ranks begin before `first`, the module's first."""
-        if len(single.blocks):
-            spans = self.spans[single.blocks]
-            firsts = spans["place"] // LANES + first - spans["first"]
-            lines[firsts[:, None] + np.arange(b.shape[1]), single.lanes[:, None]] = b[single.rows]
-
-
-def _units(numbers: Tensor) -> np.ndarray:
-    """The same memory as whole numbers of that size: NumPy has no bfloat16."""
-    return numbers.view(_UNITS[numbers.itemsize]).numpy()
-
-
-_UNITS: Final = {2: torch.int16, 4: torch.int32}
-"""Integers of a size in bytes, as which numbers of that size are read."""
+def _put_scales(added: AdaptedLinear, scales: np.ndarray) -> None:
+    """Writes the scale of each rank, those of one part after those of the other."""
+    first = 0
+    for rank, part in zip(added.ranks, added.parts, strict=True):
+        if part is not None:
+            scales[first : first + rank] = part.scale
+        first += rank

@@ -55,3 +55,17 @@ class NativeAdapter(Structure):
     """A LoRA adapter: one `NativeAdapted` for each linear that adapters may change."""
 
     _fields_ = (("linears", c_void_p),)
+
+
+class NativeLowRank(Structure):
+    """LoRA matrices of one module as its file has them, with a scale; rank 0: the module has none."""
+
+    _fields_ = (
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("a_stride", c_long),
+        ("scale", c_float),
+        ("rank", c_int),
+        ("a_dtype", c_int),
+        ("b_dtype", c_int),
+    )

@@ -9,6 +9,7 @@ from holdfast.worker.executors.cpu.linear_structures import (
     NativeAdapted,
     NativeAdapter,
     NativeLinear,
+    NativeLowRank,
     NativeNorm,
     NativePanel,
     NativeSpan,
@@ -40,6 +41,6 @@ STRUCTURES: Final = (
     *(NativeUnits, NativePanel, NativeLinear, NativeNorm, NativeMlp, NativeExperts, NativeRotary, NativeShortConv),
     *(NativeRecurrence, NativeLatent, NativeLayerInput, NativeTokenInputs, NativeLayer, NativeExchange, NativeModel),
     *(NativeStep, NativeEdits, NativeDraw, NativeDrawn, NativeAttention, NativeAttentionRows, NativeSpan),
-    *(NativeAdapted, NativeAdapter),
+    *(NativeAdapted, NativeAdapter, NativeLowRank),
 )
 """Sizes that must equal the library's: a missing field would shift all fields after it."""

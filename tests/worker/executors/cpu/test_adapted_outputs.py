@@ -6,6 +6,7 @@ import torch
 
 from holdfast.worker.executors.cpu.adapted_outputs import LANES, Site
 from holdfast.worker.executors.cpu.adapters import AdaptedLinear, LowRank, PackedAdapter
+from tests.worker.executors.cpu.native import library_or_skip
 
 INPUTS = 6
 
@@ -47,7 +48,7 @@ def test_packed_matrices_are_those_of_the_modules(case, dtype):
         for size, rank in zip(modules, ranks, strict=True)
     )
     packed = PackedAdapter(
-        None, {"0.up": site}, {"0.up": AdaptedLinear(parts=parts, part_of=part_of, rows=rows)}, dtype
+        library_or_skip(), {"0.up": site}, {"0.up": AdaptedLinear(parts=parts, part_of=part_of, rows=rows)}, dtype
     )
     numbers, scales, spans = packed._kept
     firsts = np.cumsum(ranks) - ranks
@@ -76,4 +77,6 @@ def test_places_are_found_again_and_kept_for_the_same_arrays():
     assert [site.rows[place] for place in outputs.place_of] == list(range(24))
     other = site.outputs(1 - part_of, rows)
     assert other is not outputs
-    assert [len(one.blocks) for one in other.single] == [12, 12]
+    assert other.part_of[:16].tolist() == [1] * 12 + [-1] * 4
+    assert outputs.spans((3, 2)) is outputs.spans((3, 2))
+    assert outputs.spans((2, 2)).tolist() != outputs.spans((3, 2)).tolist()

@@ -178,7 +178,7 @@ def proved(base, folder, dtype="float32", group=None, spoil=None):
     if spoil is not None:
         spoil(adapted, packed)
     try:
-        return places.prove(read, getattr(torch, dtype), packed.added)
+        return places.prove(read, adapted, getattr(torch, dtype), packed.compare)
     finally:
         executor.close()
 

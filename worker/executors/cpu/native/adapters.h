@@ -99,6 +99,7 @@ void inner_numbers(const NativeAdapted& adapted, const float* const* x, long fir
 template <int R, class W>
 void inner_of(const NativeAdapted& adapted, const typename InputOf<W>::Type* const* rows, int slices, long length,
               std::vector<float>& room, float* const* out) {
+  for (int i = 0; i < AHEAD_BYTES; i += 64) _mm_prefetch((const char*)adapted.a + i, _MM_HINT_T0);
   if (room.size() < size_t(R * length)) room.resize(R * length);
   for (int s = 0; s < slices; s++) {
     const float* x[R];
@@ -158,13 +159,15 @@ template <class W> void add_adapted(const AddedRows& added, int first, int group
   });
 }
 
-// Fetches what `add_adapted` will read of a group.
+// Fetches what `add_adapted` will read of a group, and where that of the next group lies.
 template <class W> void fetch_adapted(const AddedRows& added, int first, int group, int count) {
   added.together(first, first + count, [&](auto, const NativeAdapted& adapted, const int*) {
+    const NativeSpan* spans = adapted.spans + group * (GROUP / 16);
+    _mm_prefetch((const char*)(spans + GROUP / 16), _MM_HINT_T0);
     for (int c = 0; c < GROUP / 16; c++) {
-      const NativeSpan& span = adapted.spans[group * (GROUP / 16) + c];
-      const char* from = (const char*)((const W*)adapted.b + span.place);
-      for (long i = 0; i < (span.end - span.first) * 16 * (long)sizeof(W); i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
+      const char* from = (const char*)((const W*)adapted.b + spans[c].place);
+      const long bytes = (spans[c].end - spans[c].first) * 16 * (long)sizeof(W);
+      for (long i = 0; i < bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
     }
   });
 }

@@ -49,6 +49,14 @@ struct NativeAdapted {
 struct NativeAdapter {
   const NativeAdapted* linears;  // [sites]
 };
+// The matrices of one module as an adapter's file has them: A [rank][a_stride], of which this rank's inputs are the first,
+// and B [outputs][rank].
+struct NativeLowRank {
+  const void *a, *b;
+  long a_stride;
+  float scale;
+  int rank, a_dtype, b_dtype;  // rank 0: the module has none
+};
 
 struct NativeNorm {
   const float* weight;  // null: no norm

@@ -203,6 +203,7 @@ extern "C" void native_sizes(int* out) {
       sizeof(NativeRecurrence),    sizeof(NativeLatent),   sizeof(NativeLayerInput), sizeof(NativeTokenInputs),
       sizeof(NativeLayer),         sizeof(NativeExchange), sizeof(NativeModel),      sizeof(NativeStep),
       sizeof(NativeEdits),         sizeof(NativeDraw),     sizeof(NativeDrawn),      sizeof(NativeAttention),
-      sizeof(NativeAttentionRows), sizeof(NativeSpan),     sizeof(NativeAdapted),    sizeof(NativeAdapter)};
+      sizeof(NativeAttentionRows), sizeof(NativeSpan),     sizeof(NativeAdapted),    sizeof(NativeAdapter),
+      sizeof(NativeLowRank)};
   memcpy(out, sizes, sizeof sizes);
 }

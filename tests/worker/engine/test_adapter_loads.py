@@ -1,0 +1,105 @@
+"""Loads of adapters on one rank: what is packed has the bytes of the digest that a request is bound to."""
+
+import json
+import shutil
+import threading
+
+import pytest
+import torch
+
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.engine.adapters import AdapterGoneError, RankAdapters
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.cpu.executor import CpuExecutor
+from holdfast.worker.models.adapter_places import AdapterPlaces
+from holdfast.worker.models.stated_config import read_stated_config
+from tests.parity.families import save_tiny_model
+from tests.worker.executors.cpu.native import library_or_skip
+from tests.worker.models.adapter_folders import save_adapter
+from tests.worker.models.layouts import stated
+
+
+class Loads(RankAdapters):
+    """One rank with a tiny model, and waits for its loads."""
+
+    def __init__(self, base, executor):
+        places = AdapterPlaces(read_stated_config(json.loads((base / "config.json").read_text())), SingleRank())
+        super().__init__(lambda: self.executor, places, SingleRank())
+        self.executor = executor
+
+    def fetched(self, ticket, adapter):
+        """The failure of a load."""
+        done = threading.Event()
+        self.fetch(ticket, adapter, done.set)
+        assert done.wait(300)
+        return self.take(ticket, ticket)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny_model("llama", tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def loads(base):
+    library_or_skip()
+    executors = [
+        CpuExecutor(stated(base, dtype="bfloat16"), SingleRank(), max_positions=64, num_threads=1) for _ in range(2)
+    ]
+    loads = Loads(base, executors[0])
+    loads.other = executors[1]
+    yield loads
+    for executor in executors:
+        executor.close()
+
+
+def test_a_load_that_was_begun_needs_the_folder_no_more(base, loads, tmp_path):
+    folder, other = save_adapter(base, tmp_path / "a"), save_adapter(base, tmp_path / "b", seed=1)
+    adapter = loads.begin("a", str(folder))
+    shutil.rmtree(folder)
+    shutil.copytree(other, folder)
+    assert loads.fetched(1, adapter) is None
+    found = loads.executor._adapters[1]._kept[0]
+    assert isinstance(loads.fetched(2, adapter), AdapterGoneError), "it is taken once, and then read again"
+    assert loads.fetched(3, loads.begin("a", str(folder))) is None
+    assert not torch.equal(found, loads.executor._adapters[3]._kept[0])
+    assert torch.equal(loads.executor._adapters[3]._kept[0], loaded(loads, "b", other))
+
+
+def loaded(loads, name, folder):
+    """The numbers of an adapter that no load was begun of."""
+    adapter = loads.begin(name, str(folder))
+    loads._begun = None
+    assert loads.fetched(9, adapter) is None
+    return loads.executor._adapters[9]._kept[0]
+
+
+def test_files_that_have_not_changed_are_packed_once(base, loads, tmp_path):
+    folder = save_adapter(base, tmp_path / "a")
+    adapter = loads.begin("a", str(folder))
+    begun = loads._begun
+    assert loads.begin("a", str(folder)) == adapter
+    assert loads._begun is begun
+    assert loads.begin("b", str(folder)).digest == adapter.digest
+    assert loads._begun is not begun
+
+
+def test_what_was_begun_for_other_weights_is_not_used(base, loads, tmp_path):
+    folder = save_adapter(base, tmp_path / "a")
+    adapter = loads.begin("a", str(folder))
+    loads.executor = loads.other
+    shutil.rmtree(folder)
+    assert isinstance(loads.fetched(1, adapter), ConfigurationError)
+
+
+def test_faults_are_those_of_the_request(base, loads, tmp_path):
+    wrong = save_adapter(base, tmp_path / "wrong", use_dora=True)
+    assert "use_dora" in str(loads.fetched(1, loads.begin("wrong", str(wrong))))
+    stranger = save_adapter(base, tmp_path / "stranger", rank=4, change=other_model)
+    assert "of another model" in str(loads.fetched(2, loads.begin("stranger", str(stranger))))
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        loads.begin("gone", str(tmp_path / "nowhere"))
+
+
+def other_model(config, tensors):
+    tensors.update({name: torch.ones(4, 8) for name in tensors if "lora_A" in name})
