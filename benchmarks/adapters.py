@@ -1,13 +1,16 @@
-"""LoRA adapters of all linears beside their base model: tokens per second, and times to load and to replace one.
+"""LoRA adapters beside their base model: time of a step with them, and times to load and to replace one.
 
-    python -m benchmarks.adapters MODEL_FOLDER [--rank 16] [--rows 8 32] [--tokens 64] [--rounds 5] [--threads 2]
-        [--dtype float32] [--json FILE]
+    python -m benchmarks.adapters MODEL_FOLDER [--parts steps load replace] [--rank 16] [--rows 8 32] [--rounds 12]
+        [--in-a-row 3] [--threads N] [--dtype float32] [--json FILE]
 
-Two engines in one process, one that serves adapters and one that does not, decode the same prompts in turn: without
-adapters, with one adapter for all rows, and with as many adapters as rows. Then adapters that are new are loaded one at
-a time while nothing runs, and in place of each other while streams run: from the call until the first token of the new
-content. Ratios are of CPU time, of all threads; times are medians by the clock, with the least and the largest.
-`--dtype`: of the adapters' files.
+MODEL_FOLDER has one file of safetensors whose modules have separate names (`q_proj`, `gate_proj`). Adapters are random,
+and lie in a temporary folder, in the page cache; `--dtype` is that of their files.
+
+steps: decodes of all rows, in turn, by the least clock and CPU time, as a share of that of a model without LoRA.
+load: adapters that are new, one at a time, in an engine that does nothing else.
+replace: adapters in place of each other, while streams run: from the call to the first token of the new content, beside
+the same request for an adapter that is resident; and the longest pause of a stream.
+Times are medians by the clock, with the least and the largest.
 """
 
 import argparse
@@ -16,60 +19,157 @@ import os
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
+from benchmarks.decoder_steps import Kind, make_batch
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.lora import LoRARequest
 from holdfast.cluster.offline.outputs import RequestOutput
+from holdfast.worker.adapter import Adapter
+from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.engine.model_runner import ModelRunner
 from holdfast.worker.models.safetensors_header import read_header
 from holdfast.worker.sampling_params import SamplingParams
 
+NUM_BEFORE: Final = 160
+"""Tokens of each sequence in the cache, of a decode that is measured."""
 PROMPT_TOKENS: Final = 8
-NUM_LOADS: Final = 12
+NUM_LOADS: Final = 10
 NUM_STREAMS: Final = 8
 STREAM_TOKENS: Final = 1500
 """Of a stream that is cancelled before that."""
-TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-Figures = dict[str, list[float]]
-
-
-def write_adapter(base: Path, folder: Path, seed: int, rank: int, dtype: torch.dtype) -> LoRARequest:
-    """Random matrices of all linears, as PEFT saves them."""
-    header, _ = read_header(base / "model.safetensors")
-    draw, tensors = torch.Generator().manual_seed(seed), {}
-    for name, entry in header.items():
-        module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in TARGETS and name != module:
-            outputs, inputs = entry["shape"]
-            for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-                numbers = torch.randn(shape, generator=draw) * 0.01
-                tensors[f"base_model.model.{module}.lora_{part}.weight"] = numbers.to(dtype)
-    folder.mkdir()
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(TARGETS), "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return LoRARequest(folder.name, 1, str(folder))
+PARTS: Final = ("steps", "load", "replace")
+FEW: Final = ("q_proj", "v_proj")
+ALL: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def engine_of(given: argparse.Namespace, *, serves_adapters: bool) -> InferenceEngine:
-    model: dict[str, object] = {"executor": "native", "dtype": "bfloat16"}
-    if serves_adapters:
-        model |= {"enable_lora": True, "max_loras": max(given.rows) + 2}
-    length = PROMPT_TOKENS + given.tokens + 16
-    num_blocks = max(4 * max(given.rows) * (length // 16 + 1), NUM_STREAMS * STREAM_TOKENS // 16 + 64)
-    cache, parallel = {"num_blocks": num_blocks}, {"num_threads": given.threads}
-    settings = {"model": model, "cache": cache, "parallel": parallel}
-    return InferenceEngine(str(given.model), settings)
+class Folders:
+    """Random adapters of one model, as PEFT saves them, in a temporary folder."""
+
+    def __init__(self, base: Path, folder: Path, rank: int, dtype: torch.dtype) -> None:
+        self._header, _ = read_header(base / "model.safetensors")
+        self._folder, self._rank, self._dtype = folder, rank, dtype
+        self.num_bytes = 0
+        """Size of the last file."""
+
+    def write(self, number: int, targets: Sequence[str] = ALL) -> Adapter:
+        """Another adapter for each number."""
+        draw, tensors = torch.Generator().manual_seed(number), {}
+        for name, entry in self._header.items():
+            module = name.removesuffix(".weight")
+            if module.rpartition(".")[2] in targets and name != module:
+                outputs, inputs = entry["shape"]
+                for part, shape in (("A", (self._rank, inputs)), ("B", (outputs, self._rank))):
+                    numbers = torch.randn(shape, generator=draw) * 0.01
+                    tensors[f"base_model.model.{module}.lora_{part}.weight"] = numbers.to(self._dtype)
+        folder = self._folder / str(number)
+        folder.mkdir()
+        sizes = {"r": self._rank, "lora_alpha": 2 * self._rank}
+        config = {"peft_type": "LORA", **sizes, "target_modules": list(targets), "bias": "none"}
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "adapter_model.safetensors")
+        self.num_bytes = (folder / "adapter_model.safetensors").stat().st_size
+        return Adapter.in_folder(f"a{number}", str(folder))
+
+
+# --- steps ---
+
+
+@dataclass(slots=True)
+class Case:
+    """Rows of one decode, and the slots of their adapters; 0: none."""
+
+    name: str
+    slots: Sequence[int]
+    runner: ModelRunner
+    times_s: list[tuple[float, float]] = field(default_factory=list)
+    """By the clock, and of the CPU."""
+
+    def batch(self) -> StepBatch:
+        batch = make_batch(Kind(self.name, len(self.slots), NUM_BEFORE, 1), self.runner.info.block_size)
+        return replace(batch, adapter_slots=np.array(self.slots, dtype=np.int64)) if any(self.slots) else batch
+
+    @property
+    def least_s(self) -> tuple[float, float]:
+        clock_s, cpu_s = zip(*self.times_s, strict=True)
+        return min(clock_s), min(cpu_s)
+
+
+def runner_of(given: argparse.Namespace, max_loras: int) -> ModelRunner:
+    """The model without LoRA, or with slots for this number of adapters."""
+    lora: dict[str, Any] = {"enable_lora": True, "max_loras": max_loras} if max_loras else {}
+    config = WorkerConfig(
+        model=ModelConfig(model=str(given.model), executor="native", dtype="bfloat16", **lora),
+        cache=CacheConfig(kv_cache_memory=1 << 30),
+        parallel=ParallelConfig(num_threads=given.threads),
+    )
+    return ModelRunner.load(config, SingleRank(), device=torch.device("cpu"))
+
+
+def cases(given: argparse.Namespace, folders: Folders) -> list[Case]:
+    """The first slots have adapters of all linears, the others of few."""
+    most, few = max(given.rows), min(given.rows)
+    plain, serving = runner_of(given, 0), runner_of(given, most + few)
+    assert serving.adapters is not None
+    for slot in range(1, most + few + 1):
+        serving.adapters.fetch(slot, folders.write(slot, ALL if slot <= most else FEW))
+        if (failure := serving.adapters.take(slot, slot)) is not None:
+            raise failure
+    found = [Case(f"{few}, with {few} adapters of {' and '.join(FEW)}", range(most + 1, most + few + 1), serving)]
+    for rows in given.rows:
+        found += [
+            Case(f"{rows}, without LoRA", [0] * rows, plain),
+            Case(f"{rows}, none has an adapter", [0] * rows, serving),
+            Case(f"{rows}, with one adapter of all linears", [1] * rows, serving),
+            Case(f"{rows}, with {rows} adapters of all linears", range(1, rows + 1), serving),
+        ]
+    return found
+
+
+def measure_steps(given: argparse.Namespace, folders: Folders) -> list[Case]:
+    """Steps of all cases in turn, another case the first in each round."""
+    measured = cases(given, folders)
+    batches = {case.name: case.batch() for case in measured}
+    for number in range(given.rounds):
+        first = number % len(measured)
+        for case in (*measured[first:], *measured[:first]):
+            for _ in range(given.in_a_row):
+                began = time.perf_counter(), time.process_time()
+                case.runner.backend.run(batches[case.name], with_logits=False)
+                case.times_s.append((time.perf_counter() - began[0], time.process_time() - began[1]))
+    return measured
+
+
+def show_steps(measured: Sequence[Case], console: Console) -> None:
+    table = Table("rows", "tokens/s", "share by the clock", "by CPU time")
+    plain = {len(case.slots): case.least_s for case in measured if case.name.endswith("without LoRA")}
+    for case in measured:
+        shares = (whole / own for whole, own in zip(plain[len(case.slots)], case.least_s, strict=True))
+        table.add_row(case.name, f"{len(case.slots) / case.least_s[0]:.0f}", *(f"{share:.2f}" for share in shares))
+    console.print(table)
+
+
+# --- loads and replacements ---
+
+
+def engine_of(given: argparse.Namespace) -> InferenceEngine:
+    model: dict[str, object] = {"executor": "native", "dtype": "bfloat16", "enable_lora": True, "max_loras": NUM_LOADS}
+    cache = {"num_blocks": NUM_STREAMS * STREAM_TOKENS // 16 + 64}
+    return InferenceEngine(
+        str(given.model), {"model": model, "cache": cache, "parallel": {"num_threads": given.threads}}
+    )
 
 
 def prompt_of(number: int) -> list[int]:
@@ -78,152 +178,115 @@ def prompt_of(number: int) -> list[int]:
     return torch.randint(100, 1000, (PROMPT_TOKENS,), generator=draw).tolist()
 
 
-class Rounds:
-    """Decodes of equal prompts by several programs in turn."""
+def params_of(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
 
-    def __init__(self, tokens: int) -> None:
-        self._params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+class Times:
+    """Milliseconds by what took them."""
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self.found: dict[str, list[float]] = {}
+        self._engine = engine
         self._number = 0
 
-    def run(self, engine: InferenceEngine, adapters: Sequence[LoRARequest | None]) -> tuple[float, float]:
-        """Seconds of CPU time and by the clock, for a row with each of these adapters."""
-        prompts = [prompt_of(self._number + row) for row in range(len(adapters))]
-        began, began_cpu = time.perf_counter(), time.process_time()
-        handles = [
-            engine.enqueue_request(prompt, self._params, lora_request=adapter)
-            for prompt, adapter in zip(prompts, adapters, strict=True)
-        ]
-        for handle in handles:
-            handle.result()
-        return time.process_time() - began_cpu, time.perf_counter() - began
+    def note(self, name: str, duration_s: float) -> None:
+        self.found.setdefault(name, []).append(1e3 * duration_s)
 
-    def next_prompts(self, count: int) -> None:
-        self._number += count
+    def first_token(self, name: str, lora: LoRARequest) -> None:
+        """Notes the time from the call to the first token."""
+        self._number += 1
+        prompt, began_s = prompt_of(1000 + self._number), time.perf_counter()
+        self._engine.enqueue_request(prompt, params_of(1), lora_request=lora).result()
+        self.note(name, time.perf_counter() - began_s)
 
 
-def decodes(
-    plain: InferenceEngine, serving: InferenceEngine, loras: Sequence[LoRARequest], given: argparse.Namespace
-) -> dict[str, dict[str, Figures]]:
-    """Seconds by rows and program."""
-    figures: dict[str, dict[str, Figures]] = {}
-    rounds = Rounds(given.tokens)
-    for rows in given.rows:
-        programs: dict[str, tuple[InferenceEngine, list[LoRARequest | None]]] = {
-            "without LoRA": (plain, [None] * rows),
-            "no row has an adapter": (serving, [None] * rows),
-            "one adapter": (serving, [loras[0]] * rows),
-            f"{rows} adapters": (serving, list(loras[:rows])),
-        }
-        found = figures[str(rows)] = defaultdict(lambda: defaultdict(list))
-        for number in range(given.rounds + 1):
-            names = list(programs) if number % 2 else list(reversed(programs))
-            for name in names:
-                cpu_s, clock_s = rounds.run(*programs[name])
-                if number:  # the first round loads adapters and makes rooms
-                    found[name]["cpu_s"].append(cpu_s)
-                    found[name]["clock_s"].append(clock_s)
-            rounds.next_prompts(rows)
-    return figures
-
-
-def loads(serving: InferenceEngine, loras: Sequence[LoRARequest]) -> list[float]:
-    """Milliseconds of loads by the replica, of adapters that it does not have."""
-    found = []
-    for lora in loras:
-        before = serving.get_stats().num_adapter_loads
-        first_token(serving, lora)
-        stats = serving.get_stats()
+def loads(engine: InferenceEngine, adapters: Sequence[Adapter], times: Times) -> None:
+    """Adapters that the replica does not have."""
+    for adapter in adapters:
+        before = engine.get_stats().num_adapter_loads
+        times.first_token("first token of one that is new", LoRARequest(adapter.name, 1, adapter.path))
+        stats = engine.get_stats()
         assert stats.num_adapter_loads == before + 1, "it was loaded"
-        found.append(1e3 * stats.adapter_load_s)
-    return found
+        times.note("load, by the replica", stats.adapter_load_s)
+        times.first_token("first token of one that is resident", LoRARequest(adapter.name, 1, adapter.path))
 
 
-def first_token(serving: InferenceEngine, lora: LoRARequest) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    serving.enqueue_request(prompt_of(0), params, lora_request=lora).result()
-
-
-def replacements(serving: InferenceEngine, loras: Sequence[LoRARequest]) -> dict[str, list[float]]:
-    """Milliseconds of replacements while streams run, and of the longest pauses between steps of the streams: within a
-    replacement, and as long as one takes without any.
-    """
-    times: list[float] = []
+def replacements(engine: InferenceEngine, adapters: Sequence[Adapter], times: Times) -> None:
+    """Replacements while streams run with the first of the adapters."""
+    tokens_s: list[float] = []
 
     def note(_: RequestOutput) -> None:
-        times.append(time.perf_counter())
+        tokens_s.append(time.perf_counter())
 
-    num_tokens = min(STREAM_TOKENS, serving.max_sequence_len - PROMPT_TOKENS)
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    streams = [serving.enqueue_request(prompt_of(row), params, callback=note) for row in range(NUM_STREAMS)]
-    while len(times) < 8 * NUM_STREAMS and not any(stream.future.done() for stream in streams):
+    policy = LoRARequest("policy", 1, adapters[0].path)
+    num_tokens = min(STREAM_TOKENS, engine.max_sequence_len - PROMPT_TOKENS)
+    streams = [
+        engine.enqueue_request(prompt_of(row), params_of(num_tokens), callback=note, lora_request=policy)
+        for row in range(NUM_STREAMS)
+    ]
+    while len(tokens_s) < 8 * NUM_STREAMS and not any(stream.future.done() for stream in streams):
         time.sleep(0.05)
-    found: dict[str, list[float]] = {"replace": [], "pause": [], "usual pause": []}
-    for lora in loras:
-        usual = time.perf_counter()
-        time.sleep(0.2)
-        began = time.perf_counter()
-        first_token(serving, LoRARequest("policy", 1, lora.lora_path, load_inplace=True))
-        ended = time.perf_counter()
-        found["replace"].append(1e3 * (ended - began))
-        found["pause"].append(longest_pause(times, began, ended))
-        found["usual pause"].append(longest_pause(times, usual, began))
+    for adapter in adapters[1:]:
+        began_s = time.perf_counter()
+        time.sleep(0.1)
+        times.first_token("under streams, first token of one that is resident", policy)
+        middle_s = time.perf_counter()
+        times.first_token(
+            "under streams, first token of one that replaces another",
+            policy := LoRARequest("policy", 1, adapter.path, load_inplace=True),
+        )
+        times.note("longest pause of a stream", longest_pause_s(tokens_s, middle_s, time.perf_counter()))
+        times.note("longest pause without a replacement", longest_pause_s(tokens_s, began_s, middle_s))
+        policy = replace(policy, load_inplace=False)
     assert not any(stream.future.done() for stream in streams), "they run as long as adapters are replaced"
     for stream in streams:
         stream.cancel()
-    return found
 
 
-def longest_pause(times: Sequence[float], began: float, ended: float) -> float:
-    """The longest time between two tokens of any stream, in milliseconds."""
-    some = [began, *(one for one in list(times) if began <= one <= ended), ended]
-    return 1e3 * max(after - before for before, after in pairwise(some))
-
-
-def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    dtype: torch.dtype = getattr(torch, given.dtype)
-    count = max(max(given.rows), NUM_LOADS)
-    loras = [write_adapter(given.model, folder / f"a{seed}", seed, given.rank, dtype) for seed in range(count)]
-    fresh = [
-        write_adapter(given.model, folder / f"b{seed}", 100 + seed, given.rank, dtype) for seed in range(NUM_LOADS)
-    ]
-    num_bytes = Path(loras[0].lora_path, "adapter_model.safetensors").stat().st_size
-    with engine_of(given, serves_adapters=False) as plain, engine_of(given, serves_adapters=True) as serving:
-        found: dict[str, Any] = {"bytes": num_bytes, "decodes": decodes(plain, serving, loras, given)}
-        found["load"] = loads(serving, fresh)
-        found["replace"] = replacements(serving, loras[:NUM_LOADS])
-    return found | {"load_average": os.getloadavg()}
-
-
-def show(found: dict[str, Any], given: argparse.Namespace) -> None:
-    table = Table("rows", "", "tokens/s", "of the base by CPU time", "by the clock")
-    for rows, programs in found["decodes"].items():
-        base = programs["without LoRA"]
-        for name, one in programs.items():
-            speed = int(rows) * given.tokens / statistics.median(one["clock_s"])
-            shares = [min(base[kind]) / min(one[kind]) for kind in ("cpu_s", "clock_s")]
-            table.add_row(rows, name, f"{speed:.0f}", *(f"{share:.3f}" for share in shares))
-    console = Console()
-    console.print(table)
-    console.print(f"an adapter of {found['bytes'] / 1e6:.1f} MB; load {found['load_average'][0]:.1f}")
-    for name, times in {"load": found["load"], **found["replace"]}.items():
-        console.print(f"{name}: {statistics.median(times):.1f} ms [{min(times):.1f}..{max(times):.1f}]")
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+def longest_pause_s(times_s: Sequence[float], began_s: float, ended_s: float) -> float:
+    """The longest time between two tokens of any stream."""
+    some = [began_s, *(one for one in list(times_s) if began_s <= one <= ended_s), ended_s]
+    return max(after - before for before, after in pairwise(some))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
+    parser.add_argument(
+        "--parts", nargs="+", choices=("steps", "load", "replace"), default=["steps", "load", "replace"]
+    )
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--in-a-row", type=int, default=3, help="steps of a case that follow each other, as in serving")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    console = Console()
+    found: dict[str, Sequence[object]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        show(measure(given, Path(folder)), given)
+        folders = Folders(given.model, Path(folder), given.rank, getattr(torch, given.dtype))
+        if "steps" in given.parts:
+            measured = measure_steps(given, folders)
+            show_steps(measured, console)
+            found = {case.name: case.times_s for case in measured}
+            del measured
+        if {"load", "replace"} & set(given.parts):
+            with engine_of(given) as engine:
+                times = Times(engine)
+                for part, measure in (("load", loads), ("replace", replacements)):
+                    if part in given.parts:
+                        first = 1000 * len(part)
+                        measure(engine, [folders.write(first + number) for number in range(NUM_LOADS)], times)
+                found |= times.found
+            for name, some in times.found.items():
+                console.print(f"{name}: {statistics.median(some):.1f} ms [{min(some):.1f}..{max(some):.1f}]")
+    console.print(f"an adapter of {folders.num_bytes / 1e6:.1f} MB; load {os.getloadavg()[0]:.1f}")
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
