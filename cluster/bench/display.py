@@ -90,7 +90,8 @@ def print_run(console: Console, run: Run) -> None:
     console.print(table)
     if run.turns is not None and run.turns.hit_rate is not None:
         kept = f"{run.turns.sessions_kept} of {run.turns.sessions} sessions found their last prompt at each turn"
-        console.print(f"{run.turns.hit_rate:.1%} of prompt tokens cached; {kept}", highlight=False)
+        seen = "" if run.turns.seen_rate is None else f", {run.turns.seen_rate:.1%} were of the turn before"
+        console.print(f"{run.turns.hit_rate:.1%} of prompt tokens cached{seen}; {kept}", highlight=False)
     for kind, number in run.errors.items():
         console.print(f"{number} x {kind}: {run.error_examples.get(kind, '')[:200]}", style="red", markup=False)
     if _is_late(run):

@@ -85,6 +85,11 @@ class Turns(Part):
     )
     cached_tokens: int | None = Field(description="prompt tokens from the server's caches; null: it does not say")
     hit_rate: float | None = Field(description="cached_tokens / prompt_tokens")
+    seen_rate: float | None = Field(
+        None,
+        description="share of the prompt tokens that were prompt or output of the session's turn before: the most that "
+        "its cache can have",
+    )
     first_ttft_s: Distribution | None = Field(description="TTFT of first turns")
     later_ttft_s: Distribution | None = Field(description="TTFT of later turns")
 

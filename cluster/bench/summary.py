@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
@@ -198,6 +198,7 @@ def turns(done: Sequence[RequestRecord]) -> Turns:
         sessions_kept=sum(map(_is_kept, by_session.values())) if has_cache_counts else None,
         cached_tokens=num_cached if has_cache_counts else None,
         hit_rate=num_cached / num_prompt if has_cache_counts and num_prompt else None,
+        seen_rate=sum(map(_num_seen, by_session.values())) / num_prompt if num_prompt else None,
         first_ttft_s=distribution(record.ttft_s for record in done if record.turn == 0),
         later_ttft_s=distribution(record.ttft_s for record in done if record.turn > 0),
     )
@@ -205,11 +206,23 @@ def turns(done: Sequence[RequestRecord]) -> Turns:
 
 def _is_kept(session: Sequence[RequestRecord]) -> bool:
     """Whether each turn of a session found the prompt of the turn before, but for a tenth."""
-    ordered = sorted(session, key=lambda record: record.turn)
     return all(
         (later.num_cached_tokens or 0) >= _KEPT * (earlier.num_prompt_tokens or 0)
-        for earlier, later in pairwise(ordered)
+        for earlier, later in _in_a_row(session)
     )
+
+
+def _num_seen(session: Sequence[RequestRecord]) -> int:
+    """Prompt tokens of a session's turns that were prompt or output of the turn before."""
+    return sum(
+        min(later.num_prompt_tokens or 0, (earlier.num_prompt_tokens or 0) + earlier.num_output_tokens)
+        for earlier, later in _in_a_row(session)
+    )
+
+
+def _in_a_row(session: Sequence[RequestRecord]) -> Iterator[tuple[RequestRecord, RequestRecord]]:
+    """Turns of a session, each with the next one."""
+    return pairwise(sorted(session, key=lambda record: record.turn))
 
 
 def timeline(records: Sequence[RequestRecord], duration_s: float) -> list[Moment]:

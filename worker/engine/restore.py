@@ -58,6 +58,8 @@ class Restore:
     is_cut: bool = False
     """Whether no further piece comes."""
     has_failed: bool = False
+    is_ahead: bool = False
+    """Whether it is for a request that comes later."""
     is_handed_on: bool = False
     """Whether another replica has handed its pin on: no request waits for it."""
     num_hit_tokens: int = 0

@@ -2,13 +2,15 @@
 
 A request whose prefix goes on there is held until its blocks are in the cache, where that is sooner than to compute
 them, and then submitted as if it had come just now. It finds them as it finds any cached block: nothing but the cache
-knows where they came from. Restores that do not fit into memory beside running requests and each other would evict each
-other's blocks: they wait for room, in the order of their classes, and tenants take turns. Computing would wait for the
-same room; but it can preempt a worse class, so beside one a request waits for room no longer than computing would take.
-Once its blocks are being read it waits for them no longer than that.
+knows where they came from. Until then they have no owner, so running requests come first; but all blocks of prefixes
+that were not extended, and those that were used before them, are evicted earlier. Restores that do not fit into memory
+beside running requests and each other would evict each other's blocks: they wait for room, in the order of their
+classes, and tenants take turns. One that has begun waits too where running requests have taken its room. Computing
+would wait for the same room; but it can preempt a worse class, so beside one a request waits for room no longer than
+computing would take. Once its blocks are being read it waits for them no longer than that.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from typing import Final
 
 from holdfast.worker.cache.block_pool import BlockAllocator
@@ -16,9 +18,9 @@ from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.engine.promises import Promises
 from holdfast.worker.engine.restore import Expected, Restore
+from holdfast.worker.engine.restored_pieces import RestoredPieces
 from holdfast.worker.engine.tier_mover import KV, STATE, Mover, TierShape, receive_s_per_byte
 from holdfast.worker.request import BlockSource, EngineRequest, PinnedPrefix, Priority
-from holdfast.worker.step_plan import StateCopy
 
 SHARE: Final = 0.1
 """Share of the steps' time that copying blocks from the store may cost them, except for one piece each time."""
@@ -61,12 +63,11 @@ class Restores:
         is open.
         """
         self._allocator = allocator
-        self._cache = allocator.prefix_cache
         self._slots = slots
         self._mover = mover
         self._shape = shape
         self._stored = stored
-        self._lose = lose
+        self._pieces = RestoredPieces(allocator, slots, mover, shape, lose)
         self._promises = Promises(allocator, slots, shape, stored)
         self._computing_s = computing_s
         self._num_waiting = num_waiting
@@ -136,7 +137,7 @@ class Restores:
             return num_here
         if self._moving_s(restore) >= self._computing_time_s(restore) or not self._has_room(restore):
             return num_here
-        restore.tenant, restore.is_begun = request.tenant, True
+        restore.tenant, restore.is_begun, restore.is_ahead = request.tenant, True, True
         restore.computed_s = now + MAX_AHEAD_S
         self._open(restore)
         self._mover.ask(restore.ticket, source, restore.asked, self._shape.piece, MAX_AHEAD_S)
@@ -205,6 +206,7 @@ class Restores:
     def _begin(self, restore: Restore, now: float) -> None:
         """Reads its pieces from now on."""
         restore.is_begun = True
+        self._pieces.note_use(restore)
         self._hold(restore, now)
         if restore.source is None:
             self._mover.fetch(restore.ticket, restore.names, self._shape.piece)
@@ -274,7 +276,10 @@ class Restores:
             while restore.num_ready and not restore.is_over:
                 if step_s is not None and num_bytes * self._mover.counts.copy_s_per_byte > self._budget_s:
                     break
-                num_bytes += self._take_piece(restore)
+                if not self._pieces.has_room(restore):
+                    self._wait_for_room(restore, now)
+                    break
+                num_bytes += self._pieces.take_next(restore)
         if step_s is not None:
             self._budget_s = max(0.0, self._budget_s - num_bytes * self._mover.counts.copy_s_per_byte)
         over = [restore for restore in self._restores.values() if restore.is_over or self._is_due(restore, now)]
@@ -318,50 +323,11 @@ class Restores:
         """When the first restore is given up."""
         return min((restore.next_look_s for restore in self._restores.values()), default=float("inf"))
 
-    def _take_piece(self, restore: Restore) -> int:
-        """Puts the next piece in its places; its bytes."""
-        restore.num_ready -= 1
-        names = restore.names[restore.num_taken : restore.num_taken + self._shape.piece]
-        of_state = names[-1] if names[-1].startswith(STATE) else None
-        blocks = names[:-1] if of_state else names
-        first = restore.first + restore.num_taken
-        before = self._cache.find(restore.chain, restore.token_ids, first)
-        has_slot = of_state is None or (self._slots is not None and self._slots.num_free > 0)
-        if len(before) < first or not has_slot:
+    def _wait_for_room(self, restore: Restore, now: float) -> None:
+        """Running requests have taken the room of a restore that has begun. Computing, which would wait for it as well,
+        could begin no earlier than now. What is fetched ahead is dropped.
+        """
+        if restore.is_ahead:
             restore.has_failed = True
-            return 0
-        self._allocator.share(before)
-        of_slot = self._slots.blocks_per_slot if of_state and self._slots is not None else 0
-        if self._allocator.num_free < len(blocks) + of_slot:
-            self._allocator.free(before)
-            restore.has_failed = True
-            return 0
-        own = self._allocator.allocate(len(blocks))
-        places = list(zip(blocks, own, strict=True))
-        slot: int | None = None
-        copies: Sequence[StateCopy] = ()
-        if of_state and self._slots is not None:
-            slot = self._slots.take()
-            copies = self._slots.take_copies()
-            places.append((of_state, slot))
-        found = self._mover.take(restore.ticket, places, copies)
-        self._keep(restore, first, own, slot, found)
-        self._allocator.free([*before, *own])
-        for (name, _), is_there in zip(places, found, strict=True):
-            if not is_there:
-                self._lose(name)
-        return sum(self._shape.bytes_of(name) for name in names)
-
-    def _keep(self, restore: Restore, first: int, own: Sequence[int], slot: int | None, found: Sequence[bool]) -> None:
-        """The first blocks that are there, without a gap, can be found from now on; a state if all of them are."""
-        chain, token_ids = restore.chain, restore.token_ids
-        num_found = next((number for number, is_there in enumerate(found) if not is_there), len(found))
-        for index, block_id in enumerate(own[:num_found], first):
-            self._cache.store(block_id, chain, token_ids, index)
-        if slot is not None and self._slots is not None:
-            if num_found == len(found):
-                self._slots.put(slot, chain, token_ids, restore.depth)
-            else:
-                self._slots.give_back(slot)
-        restore.num_taken += num_found
-        restore.has_failed = num_found < len(found)
+        elif now < restore.due_s and not self._can_preempt(restore.priority):
+            self._hold(restore, now)

@@ -218,14 +218,22 @@ def test_turns_have_their_hit_rate_their_ttft_and_the_sessions_that_were_kept(ca
     found = run.turns
     assert (found.sessions, found.sessions_kept, found.cached_tokens) == (2, 1, 275)
     assert found.hit_rate == pytest.approx(275 / 540)
+    assert found.seen_rate == pytest.approx(310 / 540)
     assert (found.first_ttft_s.p95, found.later_ttft_s.p50, found.later_ttft_s.max) == (4.0, 0.5, 1.5)
     one = report(1.0).model_copy(update={"runs": [run]})
     print_report(Console(width=120), one)
     print_comparison(Console(width=120), one, one, ("A", "B"))
     shown = capsys.readouterr().out
     assert "2 agents" in shown
-    assert "50.9% of prompt tokens cached; 1 of 2 sessions" in shown
+    assert "50.9% of prompt tokens cached, 57.4% were of the turn before; 1 of 2 sessions" in shown
     assert re.search(r"TTFT of later turns p95, ms +1400 +1400 +1\.00", shown)
+
+
+def test_what_a_turn_has_seen_before_is_at_most_its_prompt():
+    turns = [turn(0, 0, 100, 0, 1.0, num_output_tokens=20), turn(0, 1, 140, 112, 1.0, num_output_tokens=50)]
+    shorter = turn(0, 2, 160, 112, 1.0)
+    run = summary(Load(kind="agents", concurrency=1), [*turns, shorter], None)
+    assert run.turns.seen_rate == pytest.approx((120 + 160) / 400)
 
 
 def test_a_server_that_tells_of_no_cache_has_no_hit_rate():

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
+from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine_core import EngineCore
@@ -150,3 +152,22 @@ def finished(played: Played) -> set[str]:
 def bring(played: Played, ticket: int = 1) -> None:
     played.tier.restores.note_piece(ticket)
     played.idle()
+
+
+class _AsAllOthers:
+    """An allocator for which blocks that come back are as those of prefixes that nobody extended."""
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self._allocator = allocator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._allocator, name)
+
+    def free(self, block_ids: Sequence[int], *, is_extended: bool) -> None:
+        self._allocator.free(block_ids)
+
+
+def bring_back_as_all_others(tier: BlockTier) -> None:
+    """Plants a mistake: restored blocks are evicted as early as any."""
+    pieces = tier.restores._pieces
+    pieces._allocator = _AsAllOthers(pieces._allocator)

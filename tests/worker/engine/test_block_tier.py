@@ -105,21 +105,6 @@ def test_one_that_is_aborted_or_whose_listener_leaves_does_not_wait(played):
     played.core.check_integrity()
 
 
-def test_a_cache_without_room_for_them_computes(played):
-    small = Played(num_blocks=12)
-    small.tier.learn(small.names(), ())
-    small.submit("a")
-    small.submit("b", tuple(range(100, 130)))
-    plan = small.core.scheduler.plan()
-    assert plan is not None
-    small.tier.restores.note_piece(1)
-    small.idle()
-    small.core.commit(plan, small._runner.run(plan), 0.01)
-    small.run()
-    assert finished(small) == {"a", "b"}
-    assert small.stats.num_disk_hit_tokens == 0
-
-
 OTHER = tuple(range(40, 73))
 """As long as `PROMPT`: a cache of 12 blocks has room for one of them."""
 

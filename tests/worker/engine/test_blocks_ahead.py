@@ -63,6 +63,17 @@ def test_who_wants_blocks_ahead_of_a_replica_that_fetches_none_is_told_at_once()
     assert fetched(played) == [("a", 0)]
 
 
+def test_who_wants_blocks_ahead_for_which_there_is_no_room_any_more_is_told():
+    played = Played(num_blocks=12)
+    told_ahead(played, "a")
+    played.submit("b", tuple(range(100, 130)))
+    assert played.core.scheduler.plan() is not None
+    assert fetched(played) == []
+    played.tier.restores.note_piece(1)
+    assert fetched(played) == [("a", 0)]
+    assert played.mover.num_taken == 0
+
+
 def ahead(played: Played, now: float = 0.0, **fields) -> None:
     params = SamplingParams(max_tokens=2, seed=1)
     later = EngineRequest(
