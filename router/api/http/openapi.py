@@ -29,6 +29,7 @@ _BODIES: Final[Mapping[str, tuple[type[Reads], str, bool]]] = {
     "/v1/chat/completions": (ChatBody, "Continue a chat.", True),
     "/v1/completions": (CompletionBody, "Continue one prompt or several.", True),
     "/v1/responses": (ResponsesBody, "Continue a conversation, in OpenAI's newer shape.", True),
+    "/v1/responses/input_tokens": (ResponsesBody, "Count the tokens of a response's input.", False),
     "/v1/messages": (MessagesBody, "Continue a conversation, in Anthropic's shape.", True),
     "/v1/messages/count_tokens": (CountBody, "Count the tokens of a conversation.", False),
     **{path: (*body, False) for path, body in PoolingEndpoints.bodies.items()},

@@ -33,6 +33,7 @@ from holdfast.router.text.token_table import TokenTable
 from holdfast.worker.errors import InvalidRequestError, NotFoundError
 
 PATH: Final = "/v1/responses"
+INPUT_TOKENS: Final = f"{PATH}/input_tokens"
 _ONE: Final = f"{PATH}/{{response_id}}"
 
 
@@ -90,6 +91,7 @@ class ResponseEndpoints:
         """Method, path and endpoint of each."""
         return [
             ("POST", PATH, self.create),
+            ("POST", INPUT_TOKENS, self.input_tokens),
             ("GET", _ONE, self.get),
             ("DELETE", _ONE, self.delete),
             ("POST", f"{_ONE}/cancel", self.cancel),
@@ -112,6 +114,14 @@ class ResponseEndpoints:
             return json_response(response)
         encoder_of = partial(made.events, turn.save if turn.is_saved else None)
         return await self._generation.streamed(request, made.submission, made.generation, encoder_of)
+
+    async def input_tokens(self, request: Request) -> ASGIApp:
+        """Answers `POST /v1/responses/input_tokens`: the number of prompt tokens of such a request."""
+        submission, content = await self._reader.submission(request)
+        made = await self._prepared(content, tenant_of(request), self._history.tenant(request), submission)
+        assert made.plan.request.chat is not None, "a response's request has one"
+        token_ids = await self._requests.tokenize_chat(made.generation.model, made.plan.request.chat)
+        return json_response({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
     async def _prepared(
         self,

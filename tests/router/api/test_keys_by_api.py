@@ -72,6 +72,7 @@ HTTP_POSTS = {
     "/v1/completions": {"prompt": "x", "max_tokens": 2},
     "/v1/responses": {"input": "x", "max_output_tokens": 2},
     "/v1/messages": {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/responses/input_tokens": {"model": "fake", "input": "x"},
     "/v1/messages/count_tokens": {"model": "fake", "messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [97]},

@@ -25,6 +25,7 @@ FINE = {
     "/v1/completions": {"prompt": "hello", "max_tokens": 3},
     "/v1/responses": {"input": "hello", "max_output_tokens": 3},
     "/v1/messages": {"messages": HELLO, "max_tokens": 3},
+    "/v1/responses/input_tokens": {"input": "hello"},
     "/v1/messages/count_tokens": {"messages": HELLO},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [1, 2]},
