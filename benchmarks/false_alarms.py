@@ -1,10 +1,10 @@
 """False alarms of `holdfast verify`: many audits of a cluster of the bundled model, in which nothing may be found.
 
-    python -m benchmarks.false_alarms [--seconds 600] [--at-once 2] [--replicas 1] [--url URL] [--json FILE]
+    python -m benchmarks.false_alarms [--seconds 600] [--at-once 2] [--replicas 1] [--url URL] [--json FILE [--resume]]
 
 Each audit has every check, with prompts that no cache has seen, and fewer and shorter requests than the command's
 defaults. Audits run beside each other, so each is also the company of the others. With `--url` a running server is
-audited, and nothing is started. Exit code 1: something was found.
+audited, and nothing is started. With `--resume` the counts of the file are added to. Exit code 1: something was found.
 """
 
 import argparse
@@ -34,6 +34,8 @@ class Figures:
     """Counts over all audits."""
 
     audits: int = 0
+    checks: int = 0
+    """Checks that compared answers, over all audits."""
     compared: int = 0
     requests: int = 0
     alarms: int = 0
@@ -41,6 +43,11 @@ class Figures:
     found: list[dict[str, Any]] = field(default_factory=list)
     """Findings of all kinds, notes too."""
     seconds: float = 0.0
+
+    @classmethod
+    def resumed(cls, path: Path | None) -> "Figures":
+        """The counts of a file, if there is one."""
+        return cls(**json.loads(path.read_text())) if path is not None and path.exists() else cls()
 
 
 def sizes() -> Sizes:
@@ -56,23 +63,23 @@ async def audited(url: str, figures: Figures) -> None:
     finally:
         await transport.close()
     figures.audits += 1
+    figures.checks += sum(bool(result.num_compared) and not result.skipped for result in audit.results)
     figures.requests += transport.budget.used_requests
     figures.compared += sum(result.num_compared for result in audit.results)
     figures.alarms += audit.worst in (Kind.FAULT, Kind.DIFFERENCE)
     figures.found += [asdict(one) for one in audit.subject.findings]
 
 
-async def repeated(url: str, seconds: float, at_once: int) -> Figures:
+async def repeat(url: str, seconds: float, at_once: int, figures: Figures) -> None:
     """Audits one after the other, `at_once` of them beside each other, until the time is over."""
-    figures, began_s = Figures(), time.monotonic()
+    began_s = time.monotonic()
 
     async def line() -> None:
         while time.monotonic() - began_s < seconds:
             await audited(url, figures)
 
     await asyncio.gather(*(line() for _ in range(at_once)))
-    figures.seconds = time.monotonic() - began_s
-    return figures
+    figures.seconds += time.monotonic() - began_s
 
 
 @contextmanager
@@ -92,12 +99,15 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--url", default="", help="a running server to audit")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--resume", action="store_true", help="add to the counts of --json")
     options = parser.parse_args()
+    figures = Figures.resumed(options.json if options.resume else None)
     with server(options.url, options.replicas) as url:
-        figures = asyncio.run(repeated(url, options.seconds, options.at_once))
+        asyncio.run(repeat(url, options.seconds, options.at_once, figures))
     print(
-        f"{figures.audits} audits, {figures.compared:,} compared answers of {figures.requests:,} requests, "
-        f"{figures.alarms} false alarms; {figures.seconds:.0f} s, load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores"
+        f"{figures.audits} audits, {figures.checks:,} checks, {figures.compared:,} compared answers of "
+        f"{figures.requests:,} requests, {figures.alarms} false alarms; {figures.seconds:.0f} s, "
+        f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores"
     )
     print(dict(Counter(one["name"] for one in figures.found)))
     if options.json:
