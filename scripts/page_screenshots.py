@@ -1,5 +1,5 @@
 """Screenshots of the page for the docs: a chat whose replica is killed while it answers, wide and light, on a phone and
-dark.
+dark; and sessions that have more tokens together than memory holds, with a disk below it.
 
     python -m scripts.page_screenshots [--model smollm2] [--folder docs/images]
 
@@ -9,9 +9,12 @@ package index (docs/quantization.md says how to install it); `demo` is the bundl
 
 import argparse
 import asyncio
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from benchmarks.static_directory import StaticDirectory
 from holdfast.cluster.bundled_model.bundled_model import located
@@ -19,7 +22,7 @@ from holdfast.cluster.tokenizers import load_tokenizer
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.server.router import Router
-from holdfast.worker.config import ModelConfig, ParallelConfig, WorkerConfig
+from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.replica import Replica
 from scripts.browser import chromium
@@ -29,13 +32,22 @@ NUM_TOKENS = 400
 NUM_BEFORE = 20
 """Tokens that the first replica gets to make."""
 PATIENCE_S = 120.0
-WIDE, PHONE = (1360, 860), (420, 860)
+WIDE, PHONE, TALL = (1360, 860), (420, 860), (1360, 1000)
+SESSIONS = ("fix-the-parser", "write-tests", "review", "release-notes")
+NUM_TURNS = 4
+SMALL_CACHE = 64
+"""Blocks of 16 tokens."""
 
 
-async def served(model: str) -> tuple[Router, list[tuple[Replica, LinkServer]]]:
-    config = located(WorkerConfig(model=ModelConfig(model=model), parallel=ParallelConfig(num_threads=1)))
+async def served(
+    model: str, names: tuple[str, ...] = ("fir", "oak"), **cache: Any
+) -> tuple[Router, list[tuple[Replica, LinkServer]]]:
+    settings = WorkerConfig(
+        model=ModelConfig(model=model), parallel=ParallelConfig(num_threads=1), cache=CacheConfig(**cache)
+    )
+    config = located(settings)
     members, endpoints = [], []
-    for name in ("fir", "oak"):
+    for name in names:
         replica = await asyncio.to_thread(Replica.start, config)
         link = await LinkServer.start(replica, replica_id=f"holdfast#Replica#{name}")
         members.append((replica, link))
@@ -81,10 +93,44 @@ async def taken(model: str, folder: Path) -> None:
             await until(browser, "document.querySelector('[data-over]') !== null")
             await asyncio.to_thread(browser.save_screenshot, str(folder / "page-phone.png"))
     finally:
-        await router.stop()
-        for replica, link in members:
-            await link.stop()
-            await asyncio.to_thread(replica.stop)
+        await stop(router, members)
+
+
+async def stop(router: Router, members: list[tuple[Replica, LinkServer]]) -> None:
+    await router.stop()
+    for replica, link in members:
+        await link.stop()
+        await asyncio.to_thread(replica.stop)
+
+
+async def sessions_taken(model: str, folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as disk:
+        router, members = await served(model, ("fir",), num_blocks=SMALL_CACHE, kv_offload_disk=f"{disk},1GB")
+        url = f"http://{router.http_address}"
+        try:
+            await converse(url)
+            with chromium(*TALL) as browser:
+                await asyncio.to_thread(browser.get, url)
+                await until(browser, f"document.querySelectorAll('#sessions li').length == {len(SESSIONS)}")
+                shown = browser.find_element("id", "sessions")
+                await asyncio.to_thread(shown.screenshot, str(folder / "page-sessions.png"))
+        finally:
+            await stop(router, members)
+
+
+async def converse(url: str) -> None:
+    """Turns of all sessions one after the other: none has its prefix in memory when it comes back."""
+    chats: dict[str, list[dict[str, str]]] = {name: [] for name in SESSIONS}
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
+        while (await client.get("/ready")).status_code != httpx.codes.OK:
+            await asyncio.sleep(0.1)
+        for number in range(NUM_TURNS):
+            for name, messages in chats.items():
+                lines = " ".join(f"Line {index} of a file." for index in range(20))
+                messages.append({"role": "user", "content": f"Turn {number + 1} of {name}. {lines}"})
+                body = {"messages": messages, "max_tokens": 24, "seed": 3, "prompt_cache_key": name}
+                answer = (await client.post("/v1/chat/completions", json=body)).raise_for_status().json()
+                messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
 
 
 def ask(browser: Any, num_tokens: int = NUM_TOKENS) -> None:
@@ -113,8 +159,9 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder
     folder.mkdir(parents=True, exist_ok=True)
+    asyncio.run(sessions_taken(options.model, folder))
     asyncio.run(taken(options.model, folder))
-    print(f"{folder}/page.png and page-phone.png written")
+    print(f"{folder}/page.png, page-phone.png and page-sessions.png written")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     const parts = [counted(one.turns, "turn"), `${number(one.prompt_tokens)} tokens`, `saved ${number(saved)} of ${number(saved + one.computed_tokens)}${disk}${time}${kept}`];
     const element = made("li", "", `${one.name ? shortName(one.name) : "a session"}: ${parts.join(", ")}`);
     element.title = [one.name, one.model, one.tenant].filter(Boolean).join(", ");
-    element.append(made("time", "", ago(one.age_s)));
+    element.append("; ", made("time", "", ago(one.age_s)));
     return element;
   }
 
