@@ -13,7 +13,8 @@ from typing import Any
 
 import gguf
 import numpy as np
-from llamacpp_hybrids import BF16, HYBRIDS, add_hybrid_shape, add_hybrid_tensors, tensors
+from llamacpp_hybrids import HYBRIDS, add_hybrid_shape, add_hybrid_tensors
+from llamacpp_parts import add_sizes, add_words, numbers_of, stored_tensors
 
 WHOLE_MODEL = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -48,16 +49,11 @@ def with_neighbouring_pairs(words: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
+    add_sizes(writer, config)
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
     writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
 
 
@@ -81,14 +77,14 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: di
 
 def add_tensors(writer: gguf.GGUFWriter, model: Path, config: dict[str, Any]) -> None:
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for name, words in tensors(model / "model.safetensors"):
+    for name, words in stored_tensors(model / "model.safetensors"):
         part = name.split(".")[-2]
         if config["model_type"] == "llama" and part in heads:
             words = with_neighbouring_pairs(words, heads[part])
         if words.ndim == 1:
-            writer.add_tensor(gguf_name(name), (words.astype(np.uint32) << 16).view(np.float32))
+            writer.add_tensor(gguf_name(name), numbers_of(words))
         else:
-            writer.add_tensor(gguf_name(name), np.ascontiguousarray(words).view(np.uint8), raw_dtype=BF16)
+            add_words(writer, gguf_name(name), words)
 
 
 def main() -> None:

@@ -2,15 +2,14 @@
 granitemoehybrid without experts. For `llamacpp_convert.py`.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from llamacpp_parts import add_sizes, add_words, numbers_of, stored_tensors
 
-BF16 = gguf.GGMLQuantizationType.BF16
 HYBRIDS = {
     "lfm2": "lfm2",
     "qwen3_5_text": "qwen35",
@@ -22,33 +21,13 @@ FULL = "full_attention"
 EXPERT = ".mlp.experts."
 
 
-def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Each tensor's name and its 16-bit words."""
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_size))
-    data = np.memmap(path, dtype=np.uint8, mode="r", offset=8 + header_size)
-    for name, facts in header.items():
-        if name == "__metadata__":
-            continue
-        if facts["dtype"] != "BF16":
-            raise ValueError(f"{name} is {facts['dtype']}, not BF16")
-        first, end = facts["data_offsets"]
-        yield name, np.frombuffer(data[first:end].tobytes(), dtype=np.uint16).reshape(facts["shape"])
-
-
 # --- metadata ---
 
 
 def add_hybrid_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """What hybrids have besides, or in another form."""
     architecture = HYBRIDS[config["model_type"]]
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_vocab_size(config["vocab_size"])
+    add_sizes(writer, config)
     writer.add_layer_norm_rms_eps(config["norm_eps" if architecture == "lfm2" else "rms_norm_eps"])
     if architecture in ("lfm2", "granitehybrid"):
         types = config.get("layer_types") or config["layers_block_type"]
@@ -108,14 +87,14 @@ def add_hybrid_tensors(writer: gguf.GGUFWriter, model: Path, config: dict[str, A
     architecture = HYBRIDS[config["model_type"]]
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
-    stored = _stacked(tensors(model / "model.safetensors"))
+    stored = _stacked(stored_tensors(model / "model.safetensors"))
     for name, words in (part for one in stored for part in _parts(*one, config)):
         own = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
         assert own is not None or name.startswith("blk."), name
         if _is_exact(name, words):
             writer.add_tensor(own or name, _exact(name, words, architecture, config))
         else:
-            writer.add_tensor(own or name, np.ascontiguousarray(words).view(np.uint8), raw_dtype=BF16)
+            add_words(writer, own or name, words)
 
 
 def _stacked(stored: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
@@ -166,7 +145,7 @@ def _is_exact(name: str, words: np.ndarray) -> bool:
 
 def _exact(name: str, words: np.ndarray, architecture: str, config: dict[str, Any]) -> np.ndarray:
     """Numbers as llama.cpp's converter stores them: norms of Qwen as what they multiply by, decays as such."""
-    numbers = (words.astype(np.uint32) << 16).view(np.float32)
+    numbers = numbers_of(words)
     if architecture.startswith("qwen3") and name.endswith("norm.weight") and "linear_attn" not in name:
         numbers = numbers + np.float32(1)
     if name.endswith("A_log"):
