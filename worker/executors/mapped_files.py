@@ -7,6 +7,7 @@ it in its cache.
 import ctypes
 import mmap
 import re
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -58,6 +59,7 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self._mappings = _read_mappings()
+        self._starts = [one.start for one in self._mappings]
         self._pure: dict[int, bool] = {}
         """Whether no page of a mapping has been written to, by the start of the mapping: all are as in the file."""
 
@@ -78,9 +80,10 @@ class MappedFiles:
         return True
 
     def _around(self, start: int, end: int) -> _Mapping | None:
-        found = next((one for one in self._mappings if one.start <= start and end <= one.end), None)
-        if found is None:
+        at = bisect_right(self._starts, start) - 1
+        if at < 0 or end > self._mappings[at].end:
             return None
+        found = self._mappings[at]
         if found.start not in self._pure:
             self._pure[found.start] = _is_pure(found.start, found.end)
         return found if self._pure[found.start] else None
@@ -139,6 +142,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _read_mappings() -> list[_Mapping]:
+    """The mappings of files, by address, as the system lists them."""
     maps = Path("/proc/self/maps")
     found = (_HEADER.match(line) for line in (maps.read_text().splitlines() if maps.is_file() else ()))
     return [

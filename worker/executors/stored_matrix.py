@@ -78,6 +78,11 @@ class StoredMatrix(ABC):
         """
         return None
 
+    @property
+    def lies_in_units(self) -> bool:
+        """Whether `units` gives codes as they are stored: any number of rows takes no memory for them."""
+        return False
+
     def units(self, first: int, last: int) -> Units:
         """Units of these rows of the matrix in the range's columns. Only if there is a `unit_form`."""
         raise NotImplementedError(f"rows {first} to {last} of a {type(self).__name__} do not lie in units")

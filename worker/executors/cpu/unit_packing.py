@@ -23,8 +23,10 @@ from holdfast.worker.executors.stored_matrix import StoredMatrix, for_all
 
 PIECE_CODES: Final = 4 << 20
 """Codes that are read, a byte each, and then packed."""
+_PIECE_IN_FILE: Final = 64 << 20
+"""The same of codes that are packed from where they are stored: scales of units alone are in memory."""
 _READ_AT_ONCE: Final = PIECE_CODES // 4
-"""Codes that a thread reads together. Most stay in their file: fewer at a time cost more calls than they save."""
+"""Codes that a thread reads together."""
 
 _FROM_LOWEST, _FROM_MIDDLE, _PAIRS = range(3)
 
@@ -98,7 +100,8 @@ def _pack_form(
     native = NativeUnits(bits=form.bits, offset=form.offset.value, scales=scales, before=form.before)
     packed = PackedUnits(address=arena.take(len(rows) // UNIT * panel_bytes), panel_bytes=panel_bytes, form=native)
     if not arena.is_packed:
-        step = max(1, PIECE_CODES // (num_units * UNIT * UNIT)) * UNIT
+        at_once = _PIECE_IN_FILE if all(weight.lies_in_units for weight in weights) else PIECE_CODES
+        step = max(1, at_once // (num_units * UNIT * UNIT)) * UNIT
         for first in range(0, len(rows), step):
             piece = _Piece(weights, rows[first : first + step], form.offset)
             out = packed.address + first // UNIT * panel_bytes
@@ -130,7 +133,7 @@ class _Piece:
 
     def _read(self, weight: StoredMatrix, own: IntArray, places: IntArray) -> None:
         """Rows of a weight, and where in the piece they are: some that follow one another at a time, by all threads."""
-        runs = runs_of(own, max(1, _READ_AT_ONCE // weight.shape[1]))
+        runs = runs_of(own, len(own) if weight.lies_in_units else max(1, _READ_AT_ONCE // weight.shape[1]))
 
         def read(number: int) -> None:
             start, end = runs[number]

@@ -61,6 +61,11 @@ class UnsignedCodes(Protocol):
         """Like `Codes.read`, as uint8 with nothing subtracted."""
         ...
 
+    @property
+    def lie_in_units(self) -> bool:
+        """Whether they are stored in a form of `Units.codes`."""
+        ...
+
     def of_units(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         """The same in a form of `Units.codes`, a view where they lie so; columns in whole units."""
         ...
@@ -122,6 +127,7 @@ class _SignedBytes:
     stored: Tensor
     bits: int = 8
     middle: int = 128
+    lie_in_units: bool = True
 
     def read_unsigned(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         """See `UnsignedCodes`."""
@@ -165,9 +171,15 @@ class PackedCodes:
         """See `UnsignedCodes`."""
         return self._unpacked(rows, columns)
 
+    @property
+    def lie_in_units(self) -> bool:
+        """See `UnsignedCodes`."""
+        is_in_rows = not self.is_transposed and self.packed_dim == 1
+        return is_in_rows and self.order == IN_ORDER and self.stored.stride(1) == 1
+
     def of_units(self, rows: tuple[int, int], columns: tuple[int, int]) -> Tensor:
         """See `UnsignedCodes`."""
-        if self.is_transposed or self.packed_dim != 1 or self.order != IN_ORDER or self.stored.stride(1) != 1:
+        if not self.lie_in_units:
             return self._unpacked(rows, columns).contiguous()
         first, last = (column * self.bits // 8 for column in columns)
         return self.stored.view(torch.uint8)[slice(*rows), first:last]

@@ -80,6 +80,11 @@ class QuantizedWeight(StoredMatrix):
             return None
         return UnitForm(bits=codes.bits, offset=self._offset(codes), scales=self.scales.dtype)
 
+    @property
+    def lies_in_units(self) -> bool:
+        codes = self.codes.unsigned
+        return codes is not None and codes.lie_in_units
+
     def units(self, first: int, last: int) -> Units:
         codes, groups = self.codes.unsigned, self._unit_groups()
         if codes is None or groups is None:
@@ -95,13 +100,14 @@ class QuantizedWeight(StoredMatrix):
         )
 
     def _of_units(self, grid: Tensor, first: int, last: int, groups: Tensor) -> Tensor:
-        """Values of these groups of some rows; consecutive groups are sliced, which is quick."""
+        """Values of these groups of some rows, each row in one piece; consecutive groups are sliced, which is quick."""
         rows = grid[first:last] if self.block_rows == 1 else grid[torch.arange(first, last) // self.block_rows]
         if grid.shape[1] == 1:
             return rows.expand(-1, len(groups)).contiguous()
         start = int(groups[0])
         follow = groups.equal(torch.arange(start, start + len(groups)))
-        return (rows[:, start : start + len(groups)] if follow else rows[:, groups]).contiguous()
+        own = rows[:, start : start + len(groups)] if follow else rows[:, groups]
+        return own if own.stride(1) == 1 else own.contiguous()
 
     @property
     def code_form(self) -> CodeForm | None:

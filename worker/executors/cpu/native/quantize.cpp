@@ -80,12 +80,12 @@ bool read_group(Groups& all, int g, const void* p, long first, int group, int dt
 // from zero.
 void sums_by(const Groups& all, int group, int steps, __m256i& with_numbers, __m256i& with_selves) {
   __m256i factor = _mm256_set1_epi16((int16_t)(steps * (1 << FRACTION) / STEPS));
-  __m256i half = _mm256_set1_epi16(1 << (FRACTION - 1));
+  __m256i whole = _mm256_set1_epi16(1 << (15 - FRACTION));  // of a product with it, what is left is rounded
   __m256i lowest = _mm256_set1_epi16(-8), highest = _mm256_set1_epi16(7);
   with_numbers = with_selves = _mm256_setzero_si256();
   for (int i = 0; i < group / 2; i++) {
     __m256i t = _mm256_load_si256((const __m256i*)all.pairs[i]);
-    __m256i code = _mm256_srai_epi16(_mm256_add_epi16(_mm256_mulhrs_epi16(t, factor), half), FRACTION);
+    __m256i code = _mm256_mulhrs_epi16(_mm256_mulhrs_epi16(t, factor), whole);
     code = _mm256_min_epi16(_mm256_max_epi16(code, lowest), highest);
     with_numbers = _mm256_add_epi32(with_numbers, _mm256_madd_epi16(t, code));
     with_selves = _mm256_add_epi32(with_selves, _mm256_madd_epi16(code, code));
