@@ -59,7 +59,7 @@ class TimedMover(PlayedMover):
         super().__init__()
         self.counts = MoverCounts()
         self.counts.read_s_per_byte, self.counts.write_s_per_byte = 3e-9, 5e-10
-        self.can_ask = False
+        self.can_ask, self.keeps = False, True
         self.tier: BlockTier
         self._clock, self._post = clock, post
         self._reads: dict[int, deque[Sequence[bytes]]] = {}
@@ -81,7 +81,7 @@ class TimedMover(PlayedMover):
         return [True] * len(places)
 
     def _go_on(self) -> None:
-        self.has_room = sum(map(len, self._writes)) * BLOCK_BYTES < STAGED_BYTES
+        self.has_room = self.keeps and sum(map(len, self._writes)) * BLOCK_BYTES < STAGED_BYTES
         if self._is_busy:
             return
         ticket = next((ticket for ticket, pieces in self._reads.items() if pieces), None)
@@ -146,7 +146,8 @@ class Conversation:
 class Replay:
     """Sessions of `num_agents` agents, to their end. Afterwards `records` has all requests."""
 
-    def __init__(self, workload: AgentWorkload, num_agents: int, num_blocks: int) -> None:
+    def __init__(self, workload: AgentWorkload, num_agents: int, num_blocks: int, *, keeps: bool = True) -> None:
+        """`keeps`: whether anything is stored."""
         self.clock, self.records = Clock(), list[RequestRecord]()
         self._inbox: list[Callable[[], None]] = []
         self._asking: dict[str, Conversation] = {}
@@ -156,6 +157,7 @@ class Replay:
         )
         self._core = EngineCore(self._scheduler)
         mover, steps = TimedMover(self.clock, self._inbox.append), StepTimeModel(COSTS)
+        mover.has_room = mover.keeps = keeps
         steps.num_samples = 1
         self.tier = mover.tier = BlockTier(
             *(*self._scheduler.caches, mover, TierShape(block_bytes=BLOCK_BYTES, num_threads=2), steps.prefill_s),
