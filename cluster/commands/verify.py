@@ -33,26 +33,36 @@ _SECONDS: Final = 60
 class WhatFlags:
     """Flags for the checks."""
 
-    checks: Annotated[str, Parameter(group=_WHAT, help="names of checks, with commas [all]")] = ""
-    budget: Annotated[str, Parameter(group=_WHAT, help="bounds: requests=N,tokens=N,rate=N (a second),seconds=N")] = ""
+    checks: Annotated[str, Parameter(group=_WHAT, help="names of checks, separated by commas [default: all]")] = ""
+    budget: Annotated[
+        str,
+        Parameter(group=_WHAT, help="limits of the audit: requests=N,tokens=N,rate=N (requests per second),seconds=N"),
+    ] = ""
     adapter: Annotated[
-        tuple[str, ...], Parameter(group=_WHAT, help="a further model name, whose answers differ from the model's")
+        tuple[str, ...], Parameter(group=_WHAT, help="name of an adapter; its answers must differ from the model's")
     ] = ()
     zero_adapter: Annotated[
-        tuple[str, ...], Parameter(group=_WHAT, help="a further model name, whose answers equal the model's")
+        tuple[str, ...],
+        Parameter(group=_WHAT, help="name of an adapter without effect; its answers must equal the model's"),
     ] = ()
-    prompts: Annotated[int, Parameter(group=_WHAT, help="prompts of each check, 2 to 8")] = 4
+    prompts: Annotated[int, Parameter(group=_WHAT, help="number of prompts of each check, 2 to 8")] = 4
     tokens: Annotated[int, Parameter(group=_WHAT, help="output tokens of most requests, 8 to 256")] = 24
-    company: Annotated[int, Parameter(group=_WHAT, help="requests that are sent together, 2 to 64")] = 8
-    pause: Annotated[float, Parameter(group=_WHAT, help="seconds of the long pause")] = 3.0
+    company: Annotated[
+        int, Parameter(group=_WHAT, help="number of concurrent requests of the batch check, 2 to 64")
+    ] = 8
+    pause: Annotated[
+        float, Parameter(group=_WHAT, help="seconds of the pause before requests are repeated once more")
+    ] = 3.0
     reference: Annotated[
-        str | None, Parameter(group=_WHAT, help="perplexities to compare with: a file, a server's address, or a model")
+        str | None,
+        Parameter(group=_WHAT, help="source of the reference perplexities: a file, a server's address, or a model"),
     ] = None
     write_reference: Annotated[
-        Path | None, Parameter(group=_WHAT, help="write the reference's perplexities; without one, this server's")
+        Path | None,
+        Parameter(group=_WHAT, help="file for the perplexities of --reference, or of this server without --reference"),
     ] = None
     tolerance: Annotated[
-        float, Parameter(group=_WHAT, help="share by which perplexities may differ from the reference's")
+        float, Parameter(group=_WHAT, help="maximum relative difference of perplexities from the reference")
     ] = 0.02
     during: Annotated[
         str, Parameter(group=_WHAT, help="a shell command, such as a kill, run while streams are open")
@@ -67,7 +77,7 @@ class ReportFlags:
     html: Annotated[Path | None, Parameter(group=_REPORT, help="write the report as one HTML file")] = None
     junit: Annotated[Path | None, Parameter(group=_REPORT, help="write the report as JUnit's XML")] = None
     fail_on: Annotated[
-        str, Parameter(group=_REPORT, help="lightest finding for exit code 1: fault, difference or note")
+        str, Parameter(group=_REPORT, help="least severe finding that gives exit code 1: fault, difference or note")
     ] = "difference"
 
 
@@ -80,10 +90,10 @@ class WatchFlags:
         bool, Parameter(group=_WATCH, negative=(), help="continue after an audit with findings")
     ] = False
     metrics_file: Annotated[
-        Path | None, Parameter(group=_WATCH, help="write Prometheus gauges, for a textfile collector")
+        Path | None, Parameter(group=_WATCH, help="file for Prometheus gauges, for the textfile collector")
     ] = None
     metrics_port: Annotated[
-        int | None, Parameter(group=_WATCH, help="answer /metrics of 127.0.0.1 with the gauges; 0: a free port")
+        int | None, Parameter(group=_WATCH, help="port of Prometheus gauges on 127.0.0.1, at /metrics; 0: a free port")
     ] = None
 
 

@@ -21,7 +21,7 @@ SPARE: Final = 0.3
 """Replicas by which the load may exceed a number before there is one more. Prompts that would wait for too long are
 computed where they are decoded, so the last replica need not hold all of it.
 """
-MOST_SHARE: Final = 0.5
+MAX_SHARE: Final = 0.5
 """Share of the replicas that compute prompts at most: with more, too few decode (`python -m benchmarks.roles`)."""
 HOLD_S: Final = 60.0
 """Seconds for which fewer replicas must have been enough."""
@@ -97,7 +97,7 @@ class RoleSplit:
         self._seen = {one.replica_id: one.num_tokens for one in computed}
         self._looked_s = now
         wanted = math.ceil(self.load(now) - SPARE)
-        most = min(self._most, max(self._least, round(MOST_SHARE * len(computed))))
+        most = min(self._most, max(self._least, round(MAX_SHARE * len(computed))))
         self._wanted.append((now, min(max(wanted, self._least), most)))
         while self._wanted[0][0] <= now - HOLD_S:
             self._wanted.popleft()

@@ -118,9 +118,7 @@ class Engine:
                 self.give_up(ReplicaError(f"the engine did not end within {timeout_s:.0f} s"))
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the engine has ended, after at most so long. An engine that was not started has ended once it was
-        stopped.
-        """
+        """Whether the engine has ended within `timeout_s` seconds. One that was not started ends with `stop`."""
         if not self._has_started:
             return self._inbox.closed_by is not None
         self._thread.join(timeout_s)
