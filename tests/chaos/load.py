@@ -11,7 +11,8 @@ from tests.chaos.tally import Row
 from tests.under_way import were_under_way
 
 POLL_S = 0.02
-SETTLED_S = 90.0
+SETTLED_S = 180.0
+"""Where the kernel ends all replicas, and a worker that starts in place of one, Ray waits 60 s before the next."""
 
 
 class Load:
