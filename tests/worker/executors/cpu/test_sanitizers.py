@@ -36,6 +36,7 @@ BF16_ALONE = (
     " and not equal_logits and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
     " and not same_in_any_chunks and not stored_by and not odd_inputs"
     " and not float16 and not float32 and not plain_types and not another_bit"
+    " and not neighbours_and_slots and not any_of_its_drafts and not beside_quantized"
 )
 
 
