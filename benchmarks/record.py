@@ -28,7 +28,7 @@ _WIDTH: Final = "120"  # columns of the printed tables
 def record(name: str, module: str, arguments: list[str], folder: Path = RESULTS) -> Path:
     """Runs `python -m module arguments` and returns the file. Raises `CalledProcessError` where the benchmark fails."""
     facts: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", module, *arguments]).replace(str(Path.home()), "~"),
+        "command": shlex.join(["python", "-m", module, *arguments]),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),
@@ -46,7 +46,8 @@ def record(name: str, module: str, arguments: list[str], folder: Path = RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(facts, indent=1, ensure_ascii=False)
+    part.write_text(text.replace(f"{scratch}/", "").replace(str(Path.home()), "~") + "\n")  # no path of this machine
     return part.replace(path)
 
 

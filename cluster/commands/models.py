@@ -272,13 +272,7 @@ def update(
     loaded = load_config({**settings, "model.served_model_name": Setting(name, "NAME")}, config)
     if server is not None:
         check_remote(settings, pid=pid)
-        if answers:
-            raise ConfigurationError(
-                "--known-answers (with --server): known answers are requests with this machine's key, which a router "
-                "must not use: run the update on the cluster's machine"
-            )
-        if audit:
-            raise ConfigurationError("--audit (with --server): the audit needs this machine's key, as --known-answers")
+        _check_remote_canary(has_answers=bool(answers), audit=audit)
         change = {
             "model": name,
             "settings": given_settings(loaded, (*MODEL_SECTIONS, "cluster")),
@@ -304,6 +298,17 @@ def update(
     if audit:
         print(f"{name}: nothing was found by the audit of {updated.num_audited} answers of the canary")
     return _say_updated(name, updated)
+
+
+def _check_remote_canary(*, has_answers: bool, audit: bool) -> None:
+    """Raises `ConfigurationError`."""
+    if has_answers:
+        raise ConfigurationError(
+            "--known-answers (with --server): known answers are requests with this machine's key, which a router "
+            "must not use: run the update on the cluster's machine"
+        )
+    if audit:
+        raise ConfigurationError("--audit (with --server): the audit needs this machine's key, as --known-answers")
 
 
 def _check_canary(share: float, *, has_answers: bool, audit: bool) -> None:

@@ -12,11 +12,12 @@ from benchmarks.record import RESULTS
 ROOT = Path(__file__).parents[2]
 TEXTS = [page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
 PROGRAM = """
-import json, sys
+import json, os, sys
 print("a table")
 if "--fail" in sys.argv:
     sys.exit(3)
-open(sys.argv[sys.argv.index("--json") + 1], "w").write(json.dumps({"ratio": 1.5}))
+figures = {"ratio": 1.5, "at": [sys.argv[-1], os.path.expanduser("~/S")]}
+open(sys.argv[sys.argv.index("--json") + 1], "w").write(json.dumps(figures))
 """
 
 
@@ -33,7 +34,7 @@ def test_a_record_has_command_commit_load_and_figures(module, tmp_path):
     kept = json.loads(path.read_text())
     assert kept["command"] == f"python -m {module} --rounds 2"
     assert kept["printed"] == ["a table"]
-    assert kept["figures"] == {"ratio": 1.5}
+    assert kept["figures"] == {"ratio": 1.5, "at": ["figures.json", "~/S"]}  # no path of this machine
     assert len(kept["load"]) == 2
     assert kept["machine"]["cores"] > 0
     assert kept["commit"]
