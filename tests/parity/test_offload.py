@@ -101,14 +101,21 @@ def config(folder: Path, disk: Path | None, size: int = 1, **cache) -> WorkerCon
     return worker.model_copy(update={"cache": worker.cache.model_copy(update=update), "health": health})
 
 
+def num_movers() -> int:
+    return sum(thread.name == "holdfast-blocks" for thread in threading.enumerate())
+
+
 @contextmanager
 def served(worker: WorkerConfig) -> Iterator[Served]:
+    """A replica until the end of the block; nothing of it looks at its disk afterwards."""
+    before = num_movers()
     group = SingleRank()
     replica = Replica.around(worker, ModelRunner.load(worker, group), group)
     try:
         yield Served(replica)
     finally:
         replica.stop()
+    assert num_movers() == before
 
 
 @pytest.fixture(scope="module")

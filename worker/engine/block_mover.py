@@ -77,6 +77,7 @@ class BlockMover:
         self._fetches: dict[int, _Fetch] = {}
         self._ahead_bytes = 0
         self._closed = False
+        self._failing: set[str] = set()  # operations that failed the last time
         self._paused_until = 0.0
         self._server: BlockServer | None = None
         self._transfers: dict[int, list[bytes]] = {}  # outgoing ones, by the leader's number
@@ -283,6 +284,7 @@ class BlockMover:
                 data = self._store.get(name)
                 if data is not None and len(data) == self._pools[name[:1]].row_bytes:
                     found[name] = np.frombuffer(data, np.uint8)
+            self._failing.discard("reading from")
         except OSError as error:
             self._complain("reading from", error)
         size = sum(map(len, found.values()))
@@ -308,6 +310,7 @@ class BlockMover:
         try:
             if time.monotonic() >= self._paused_until:
                 self._store.put([(name, row.data) for name, row in batch])
+                self._failing.discard("writing to")
                 self.counts.note("write_s_per_byte", began_s, time.thread_time(), _size(batch))
         except OSError as error:
             self._complain("writing to", error)
@@ -330,6 +333,7 @@ class BlockMover:
         except OSError as error:
             self._complain("looking into", error)
             return
+        self._failing.discard("looking into")
         self.counts.num_failures = self._store.num_failures
         if self._events is not None and (came or gone):
             self._events.on_news(came, gone)
@@ -378,8 +382,11 @@ class BlockMover:
             self._events.on_written()
 
     def _complain(self, what: str, error: OSError) -> None:
+        """Counts every failure, and logs the first in a row of those operations."""
         self.counts.num_errors += 1
-        logger.warning("%s the block store failed; this operation was skipped: %s", what, error)
+        if what not in self._failing:
+            logger.warning("%s the block store failed; this operation was skipped: %s", what, error)
+            self._failing.add(what)
 
     def _measure(self) -> None:
         """Measures the least cost of reading, before anything was read: digest and copy of some rows."""

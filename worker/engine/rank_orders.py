@@ -249,6 +249,10 @@ class RankMovers:
     def has_room(self) -> bool:
         return self.own.mover.has_room
 
+    def close(self) -> None:
+        """Ends the leader's mover, which writes what is staged. The other ranks' end with their processes' work."""
+        self.own.close()
+
     def store(self, places: Sequence[Place]) -> None:
         self._order(Order.STORE, places=places)
 

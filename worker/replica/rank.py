@@ -80,6 +80,8 @@ def run_rank(config: WorkerConfig, rank: int, rendezvous: Rendezvous, device: "t
         with loading():
             runner = ModelRunner.load(config, group, device=device)
         follow(runner, group)
+        if runner.mover is not None:
+            runner.mover.close()
     finally:
         group.close()
 

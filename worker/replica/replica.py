@@ -233,14 +233,16 @@ class Replica:
         self._known_answer_check.stop()
 
     def stop(self) -> None:
-        """Aborts running requests, answers all listeners, ends the ranks and the hang supervisor. Safe to call
-        twice.
+        """Aborts running requests, answers all listeners, writes staged blocks to the store, and ends the ranks and the
+        hang supervisor. Safe to call twice.
         """
         if self._stopping:
             return
         self._stopping = True
         self._stop_watching()
         self.engine.stop()
+        if self.movers is not None:
+            self.movers.close()
         if self._ranks is not None:
             self._ranks.stop()
         try:
