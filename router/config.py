@@ -252,7 +252,10 @@ class RouterConfig(Settings):
         description="refuse requests whose expected time to the first token exceeds this many seconds; unset: off",
     )
     replica_wait_s: float = Field(
-        30.0, ge=0, description="seconds that requests wait for a replica when their model has no replica"
+        120.0,
+        ge=0,
+        description="seconds that requests wait for a replica when their model has none; Ray may take 60 until it "
+        "replaces one that was lost while it started",
     )
     max_replicas_lost: int = Field(
         2, ge=1, description="consecutive crashes of replicas that run a request after which it is quarantined"

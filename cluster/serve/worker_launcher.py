@@ -67,8 +67,26 @@ def ask(path: str, argv: list[str]) -> tuple[socket.socket, int]:
     return connection, int(_SIZE.unpack(answer)[0])
 
 
+def exchange_scores(pid: int) -> None:
+    """Gives the worker the OOM score that the raylet has given this process, and takes the worker's: where memory runs
+    out, the kernel would else end the small launcher first, and a router that serves with it.
+    """
+    own, other = "/proc/self/oom_score_adj", f"/proc/{pid}/oom_score_adj"
+    with suppress(OSError):
+        scores = [read_text(own), read_text(other)]
+        for path, score in zip((other, own), scores, strict=True):
+            with open(path, "w") as file:
+                file.write(score)
+
+
+def read_text(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
 def stand_for(connection: socket.socket, pid: int) -> int:
     """Waits for the end of a worker, also where its fork server ends before. Returns the exit code."""
+    exchange_scores(pid)
     with suppress(OSError):
         code = connection.recv(_SIZE.size, socket.MSG_WAITALL)
         if len(code) == _SIZE.size:

@@ -45,11 +45,6 @@ class Group:
         """The process that calls this belongs to the group from here on."""
         (self._folder / "cgroup.procs").write_text(str(os.getpid()))
 
-    def enter_as_victim(self) -> None:
-        """The kernel chooses this process, or one below it, before its neighbours in the group."""
-        self.enter()
-        Path("/proc/self/oom_score_adj").write_text("500")
-
     @property
     def held(self) -> int:
         """What its processes hold, without pages of files, which the kernel drops before it ends a process."""
@@ -133,6 +128,6 @@ def test_streams_go_on_when_the_container_has_no_memory_left(group, tally):
             await starve(cluster, group, load, tally)
 
     flags = ("--replicas", "2", "--kv-cache-memory", "64MiB")
-    with served(*flags, before=group.enter_as_victim) as cluster:
+    with served(*flags, before=group.enter) as cluster:
         assert psutil.pid_exists(cluster.process.pid)
         loops.run(run(cluster), timeout_s=LIMIT_S)

@@ -80,6 +80,30 @@ def test_a_worker_has_what_its_launcher_has_and_the_launcher_its_exit_code(forks
     assert process.returncode == 7
 
 
+SCORED_LAUNCHER = """
+import sys
+from pathlib import Path
+from holdfast.cluster.serve.worker_launcher import ask, stand_for
+Path("/proc/self/oom_score_adj").write_text("1000")
+connection, pid = ask(sys.argv[1], sys.argv[2:])
+print(pid, flush=True)
+sys.exit(stand_for(connection, pid))
+"""
+
+
+def test_the_score_that_the_raylet_gives_a_launcher_is_its_workers(forks: Path, worker: str):
+    """When memory runs out, the worker may be ended, and not its launcher, which is small and ends the worker."""
+    own = Path("/proc/self/oom_score_adj").read_text()
+    command = [sys.executable, "-c", SCORED_LAUNCHER, str(forks), worker, "wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        scores = [Path(f"/proc/{pid}/oom_score_adj") for pid in (int(launcher.stdout.readline()), launcher.pid)]
+        while [score.read_text() for score in scores] != ["1000\n", own]:
+            assert launcher.poll() is None
+            time.sleep(0.01)
+        launcher.kill()
+
+
 def test_a_worker_ends_with_its_launcher_and_others_stay(forks: Path, worker: str):
     first, first_pid = ask(str(forks), [worker, "wait"])
     second, second_pid = ask(str(forks), [worker, "wait"])
