@@ -11,7 +11,7 @@ _REFUSED: Final = (400, 422)  # HTTP statuses
 _LONG: Final = 512  # tokens
 _SLOWER: Final = 4.0  # times the request before
 _AT_LEAST_S: Final = 1.0
-_TRIES: Final = 5
+_TRIES: Final = 5  # requests after others were cancelled
 _LONGEST_PROMPT: Final = 40_000
 """Tokens of a prompt that are sent at most to see that too many are refused."""
 
