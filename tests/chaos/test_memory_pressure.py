@@ -98,7 +98,9 @@ def neighbour(group: Group, num_bytes: int) -> Iterator[None]:
 
 
 async def starve(cluster: Served, group: Group, load: Load, tally: Tally) -> None:
-    """Three times the spare memory is taken for a while: somebody has to go."""
+    """Three times the spare memory is taken for a while: somebody has to go. A stream whose replicas have all gone
+    waits until memory is free again.
+    """
     await load.judge_all(Row())
     row = tally.row("memory of the container runs out")
     struck = await load.under_way(NUM_CLIENTS // 2)
@@ -109,9 +111,9 @@ async def starve(cluster: Served, group: Group, load: Load, tally: Tally) -> Non
             while not group.num_kills:
                 await asyncio.sleep(POLL_S)
         row.num_faults += 1
-        row.pauses_s += await load.settle(struck_s, struck)
         while time.monotonic() < struck_s + SHORT_S:
-            await load.judge_all(row)
+            await asyncio.sleep(POLL_S)
+    row.pauses_s += await load.settle(struck_s, struck)
     print(f"the kernel has ended {group.num_kills} processes")
     await load.judge_all(row)
     assert row.num_streams > 0
