@@ -1,7 +1,7 @@
 // What a product fetches beside its own weights: memory that is read soon, some lines of it with each k tile.
 //
-// A core leaves out what it is asked to fetch while it waits for much else. So lines that are asked for at once do not come,
-// and those of many tiles do. What is fetched, and for whom, does not live here.
+// Of many lines that are asked for at once, much has not come when it is needed. What is fetched, and for whom,
+// does not live here.
 #pragma once
 #include <immintrin.h>
 

@@ -43,7 +43,8 @@ NATIVE_INLINE void add_rows(const F* rows, long stride, const Bf16* tiles, float
   }
 }
 
-// out [count][32] = rows [count] times k tiles of a panel. `room`: for four tiles. `ASIDE`: the run fetches something aside.
+// out [count][32] = rows [count] times k tiles of a panel. `room`: for four tiles.
+// `ASIDE`: the run fetches something aside.
 template <bool ASIDE, class F>
 __attribute__((noinline)) void stream_rows(const F* rows, long stride, int count, const CompactRun& run, Bf16* room,
                                            float* out, long out_stride) {
