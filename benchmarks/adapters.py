@@ -135,6 +135,9 @@ def cases(given: argparse.Namespace, folders: Folders) -> list[Case]:
             Case(f"{rows}, with one adapter of all linears", [1] * rows, serving),
             Case(f"{rows}, with {rows} adapters of all linears", range(1, rows + 1), serving),
         ]
+        if rows > few:
+            slots = [row % few + 1 for row in range(rows)]
+            found.append(Case(f"{rows}, with {few} adapters of all linears", slots, serving))
     return found
 
 

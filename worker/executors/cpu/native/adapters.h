@@ -159,16 +159,16 @@ template <class W> void add_adapted(const AddedRows& added, int first, int group
   });
 }
 
-// Fetches what `add_adapted` will read of a group, and where that of the next group lies.
-template <class W> void fetch_adapted(const AddedRows& added, int first, int group, int count) {
+// Puts aside what `add_adapted` will read of a group.
+template <class W> void fetch_adapted(const AddedRows& added, int first, int group, int count, Aside& aside) {
+  const NativeAdapted* last = nullptr;
   added.together(first, first + count, [&](auto, const NativeAdapted& adapted, const int*) {
-    const NativeSpan* spans = adapted.spans + group * (GROUP / 16);
+    if (&adapted == last) return;
+    last = &adapted;
+    const NativeSpan *spans = adapted.spans + group * (GROUP / 16), &end = spans[GROUP / 16 - 1];
     _mm_prefetch((const char*)(spans + GROUP / 16), _MM_HINT_T0);
-    for (int c = 0; c < GROUP / 16; c++) {
-      const char* from = (const char*)((const W*)adapted.b + spans[c].place);
-      const long bytes = (spans[c].end - spans[c].first) * 16 * (long)sizeof(W);
-      for (long i = 0; i < bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
-    }
+    aside.add((const W*)adapted.b + spans->place,
+              (end.place - spans->place + (end.end - end.first) * 16) * (long)sizeof(W));
   });
 }
 

@@ -8,6 +8,7 @@
 #pragma once
 #include <stdint.h>
 
+#include "aside.h"
 #include "tile_order.h"
 
 namespace {
@@ -51,6 +52,8 @@ struct CompactRun {
   int first, end;
   CompactPanel next;
   int next_first;
+  Aside* aside = nullptr;  // fetched meanwhile, so many lines with each k tile; or null
+  int aside_lines = 0;
   const uint8_t* at(int k) const { return panel.tile(2 * k); }
   // What comes `by` k tiles after this one; of what is not known, the last that is.
   const uint8_t* later(int k, int by) const {

@@ -86,6 +86,7 @@ __attribute__((noinline)) void add_compact(const F* rows, long stride, const Com
   for (int r = 0; r < R; r++) totals[0][r] = totals[1][r] = wide_zero();
   for (int k = run.first; k < run.end; k++) {
     const F* row = rows + k * Factors<F>::PER_TILE;
+    if (run.aside_lines) run.aside->some(run.aside_lines);
     const uint8_t* later =
         run.at(k + TILES_AHEAD);  // `run.later` took longer: so few rows do nothing but wait for memory
 #pragma GCC unroll 2

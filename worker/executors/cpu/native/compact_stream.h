@@ -44,7 +44,8 @@ NATIVE_INLINE void add_rows(const F* rows, long stride, const Bf16* tiles, float
 }
 
 // out [count][32] = rows [count] times k tiles of a panel. `room`: for four tiles.
-template <class F>
+// `ASIDE`: the run fetches something aside.
+template <bool ASIDE, class F>
 __attribute__((noinline)) void stream_rows(const F* rows, long stride, int count, const CompactRun& run, Bf16* room,
                                            float* out, long out_stride) {
   const HighBytes high_bytes(run.panel);
@@ -57,6 +58,7 @@ __attribute__((noinline)) void stream_rows(const F* rows, long stride, int count
   for (int k = run.first; k < run.end; k++) {
     Reading next = reading(run, k + 1, coming);
     _mm_prefetch(run.next_head(k), _MM_HINT_T0);
+    if (ASIDE) run.aside->some(run.aside_lines);
     const F* row = rows + (long)k * Factors<F>::PER_TILE;
     float* sums = out;
     for (int b = 0; b < blocks; b++, row += STREAM_ROWS * stride, sums += STREAM_ROWS * out_stride) {

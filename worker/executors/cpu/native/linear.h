@@ -71,6 +71,8 @@ struct Scratch {
   long factor_bytes = 0;
   long call = 0;  // whose rows are in `factors`, and which of them
   const void* rows = nullptr;
+  Aside adapters;
+  Aside* aside = nullptr;  // what is fetched beside the weights of the next product, or null
   void* factors_of(long bytes) {
     if (factor_bytes < bytes) {
       free(factors);
@@ -222,6 +224,7 @@ template <class F> void compact_pieces(Scratch& scratch, const InputRows<Bf16>& 
   const int pieces = (run.end - run.first + fitting - 1) / fitting, piece = (run.end - run.first + pieces - 1) / pieces;
   for (int from = run.first; from < run.end; from += piece) {
     const int tiles = std::min(run.end - from, piece);
+    if (run.aside_lines) run.aside->some(tiles * run.aside_lines);
     if (in.factors && from > run.first) read_tiles<0>(run.panel, from * 2, tiles * 2, scratch.read);
     else read_tiles<FAR_BYTES>(run.panel, from * 2, tiles * 2, scratch.read);
 #ifdef NATIVE_TILES
@@ -240,7 +243,8 @@ template <class F>
 void compact_product(Scratch& scratch, const Packed<Bf16>& w, int group, const InputRows<Bf16>& in, int first, int end,
                      float* sums, int next_group) {
   for (int half = 0; half < 2; half++) {
-    const CompactRun run = compact_run(w, group, half, first, end, next_group);
+    CompactRun run = compact_run(w, group, half, first, end, next_group);
+    if (scratch.aside) run.aside = scratch.aside, run.aside_lines = scratch.aside->share(2 * w.k_tiles());
     float* out = sums + half * PANEL;
 #ifdef __AVX512F__
     if (in.factors && in.count <= most_in_registers<F>) {
@@ -249,7 +253,8 @@ void compact_product(Scratch& scratch, const Packed<Bf16>& w, int group, const I
     }
 #endif
     if constexpr (FactorOf<Bf16>::AS_THEY_LIE)
-      stream_rows<F>(in.factors, in.factor_stride, in.count, run, scratch.read, out, GROUP);
+      (run.aside_lines ? stream_rows<true, F> : stream_rows<false, F>)(in.factors, in.factor_stride, in.count, run,
+                                                                       scratch.read, out, GROUP);
     else compact_pieces<F>(scratch, in, run, out);
   }
 }
@@ -334,6 +339,11 @@ void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputR
                       scratch.widened, after);
 }
 
+// Whether products with a weight fetch what is aside with each k tile; others do so before each slice.
+template <class W> NATIVE_INLINE bool takes_aside(const Packed<W>& w) {
+  return w.panel_bytes && !w.code_run && !w.units.is_there();
+}
+
 // sums [count][64]: all slices, added as a binary tree over their numbers. `next_group`: which this thread likely takes
 // next, or -1. `adds(slice, sums)` may add to the sums of each slice.
 template <class W, class Adds>
@@ -341,7 +351,9 @@ void product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>
              Adds&& adds) {
   float* level[MAX_LEVELS + 1] = {sums, scratch.partial[0], scratch.partial[1], scratch.partial[2], scratch.partial[3]};
   int top = 0;
+  const int aside = scratch.aside && !takes_aside<W>(w) ? scratch.aside->share(w.slices) : 0;
   for (int slice = 0; slice < w.slices; slice++) {
+    if (aside) scratch.aside->some(aside);
     slice_product(scratch, w, group, in, slice, level[top], next_group);
     adds(slice, level[top++]);
     for (int done = slice + 1; done % 2 == 0; done /= 2) top--, add_to(level[top - 1], level[top], in.count * GROUP);

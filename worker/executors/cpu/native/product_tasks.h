@@ -26,6 +26,15 @@ template <class W> int groups_per_task(const Packed<W>& w, int groups, int num_r
   return std::max(each, groups > 512 ? 8 : 1);
 }
 
+// What a product of a group fetches for the next one; and, of the first of a thread, for itself.
+template <class W>
+void put_aside(Scratch& own, const AddedRows& added, int first_row, int count, int group, int after) {
+  own.aside = &own.adapters;
+  own.aside->clear();
+  for (int g : {group, after})
+    if (g >= 0) fetch_adapted<W>(added, first_row, g, count, *own.aside);
+}
+
 // Calls `out(group, first row, rows, sums [rows][64])` for groups [begin, last) and all rows of a product. `call` numbers
 // it (`input_rows`); `scratch()` is the memory of the thread that calls it, in a task. `added`: adapters of rows; or null.
 template <class W, class ScratchOf, class Out>
@@ -42,10 +51,12 @@ bool product_tasks(holdfast::Run& run, int threads, const Packed<W>& w, int begi
     int next = later < num_tasks ? begin + later % runs * each : -1;  // of this thread's next task, if all are as fast
     InputRows<W> input = input_rows<W>(own, w, rows + first_row * stride, stride, count, call);
     for (int g = group, end = std::min(group + each, last); g < end; g++) {
-      if (added) fetch_adapted<W>(*added, first_row, g, count);
-      product(own, w, g, input, own.sums, g + 1 < end ? g + 1 : next, [&](int slice, float* sums) {
+      const int after = g + 1 < end ? g + 1 : next;
+      if (added) put_aside<W>(own, *added, first_row, count, task < threads && g == group ? g : -1, after);
+      product(own, w, g, input, own.sums, after, [&](int slice, float* sums) {
         if (added) add_adapted<W>(*added, first_row, g, slice, count, sums);
       });
+      own.aside = nullptr;
       out(g, first_row, count, own.sums);
     }
   });
