@@ -29,7 +29,7 @@ from benchmarks.peers.results import ModelResult
 from benchmarks.peers.session import Session
 from benchmarks.peers.tables import legend, sheets
 
-MODELS: Final = ("S", "M", "L", "Q")
+MODELS: Final = quantized_models.PLAIN
 _PIPE_WIDTH: Final = 160
 _REPOSITORY: Final = Path(__file__).parents[2]
 

@@ -73,13 +73,13 @@ def exchange_scores(pid: int) -> None:
     """
     own, other = "/proc/self/oom_score_adj", f"/proc/{pid}/oom_score_adj"
     with suppress(OSError):
-        scores = [read_text(own), read_text(other)]
+        scores = [_read(own), _read(other)]
         for path, score in zip((other, own), scores, strict=True):
             with open(path, "w") as file:
                 file.write(score)
 
 
-def read_text(path: str) -> str:
+def _read(path: str) -> str:
     with open(path) as file:
         return file.read()
 

@@ -21,11 +21,11 @@ from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.mapped_files import discard_contents
 from holdfast.worker.executors.stored_matrix import StoredMatrix, for_all
 
-PIECE_CODES: Final = 4 << 20
+PIECE_CODES: Final = 16 << 20
 """Codes that are read, a byte each, and then packed."""
 _PIECE_IN_FILE: Final = 64 << 20
 """The same of codes that are packed from where they are stored: scales of units alone are in memory."""
-_READ_AT_ONCE: Final = PIECE_CODES // 4
+_READ_AT_ONCE: Final = 1 << 20
 """Codes that a thread reads together."""
 
 _FROM_LOWEST, _FROM_MIDDLE, _PAIRS = range(3)
