@@ -81,6 +81,7 @@ async def test_a_stream_of_it_may_be_left_and_joined_again(tmp_path):
 @on_a_loop
 async def test_another_router_goes_on_where_the_first_one_has_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "STORE_EVERY_S", 0.01)
+    monkeypatch.setattr(background, "CLAIM_EVERY_S", 0.01)
     async with storing(tmp_path / "whole") as (_, client):
         whole = await until_over(client, (await client.responses.create(input="hello", background=True, **LONG)).id)
     async with storing(tmp_path / "cut") as (place, client):
@@ -106,6 +107,7 @@ async def test_another_router_goes_on_where_the_first_one_has_stopped(tmp_path, 
 async def test_a_router_that_stops_while_it_stores_leaves_no_gap(tmp_path, monkeypatch):
     """The piece that it was storing is stored before the one after it."""
     monkeypatch.setattr(background, "STORE_EVERY_S", 0.01)
+    monkeypatch.setattr(background, "CLAIM_EVERY_S", 0.01)
     add, is_storing, may_store = JobStore.add, asyncio.Event(), asyncio.Event()
 
     async def add_late(self, job, piece, response=None):
@@ -136,6 +138,7 @@ async def test_a_router_that_stops_while_it_stores_leaves_no_gap(tmp_path, monke
 @on_a_loop
 async def test_a_stored_stream_with_a_gap_fails_and_is_not_left_open(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "STORE_EVERY_S", 0.01)
+    monkeypatch.setattr(background, "CLAIM_EVERY_S", 0.01)
     add = JobStore.add
 
     async def lose_one(self, job, piece, response=None):
