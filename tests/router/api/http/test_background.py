@@ -22,6 +22,11 @@ from tests.router.site import site
 LONG = {"model": "fake", "max_output_tokens": 60, "extra_body": {"seed": 5, "request_id": "same"}}
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    monkeypatch.setattr(background, "CLAIM_EVERY_S", 0.02)
+
+
 async def until_over(client: openai.AsyncOpenAI, response_id: str, **options):
     async with asyncio.timeout(20):
         while (found := await client.responses.retrieve(response_id, **options)).status in ("queued", "in_progress"):
@@ -81,7 +86,6 @@ async def test_a_stream_of_it_may_be_left_and_joined_again(tmp_path):
 @on_a_loop
 async def test_another_router_goes_on_where_the_first_one_has_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "STORE_EVERY_S", 0.01)
-    monkeypatch.setattr(background, "CLAIM_EVERY_S", 0.01)
     async with storing(tmp_path / "whole") as (_, client):
         whole = await until_over(client, (await client.responses.create(input="hello", background=True, **LONG)).id)
     async with storing(tmp_path / "cut") as (place, client):
@@ -107,7 +111,6 @@ async def test_another_router_goes_on_where_the_first_one_has_stopped(tmp_path, 
 async def test_a_router_that_stops_while_it_stores_leaves_no_gap(tmp_path, monkeypatch):
     """The piece that it was storing is stored before the one after it."""
     monkeypatch.setattr(background, "STORE_EVERY_S", 0.01)
-    monkeypatch.setattr(background, "CLAIM_EVERY_S", 0.01)
     add, is_storing, may_store = JobStore.add, asyncio.Event(), asyncio.Event()
 
     async def add_late(self, job, piece, response=None):
@@ -138,7 +141,6 @@ async def test_a_router_that_stops_while_it_stores_leaves_no_gap(tmp_path, monke
 @on_a_loop
 async def test_a_stored_stream_with_a_gap_fails_and_is_not_left_open(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "STORE_EVERY_S", 0.01)
-    monkeypatch.setattr(background, "CLAIM_EVERY_S", 0.01)
     add = JobStore.add
 
     async def lose_one(self, job, piece, response=None):
@@ -165,7 +167,6 @@ async def test_a_stored_stream_with_a_gap_fails_and_is_not_left_open(tmp_path, m
 
 @on_a_loop
 async def test_a_fault_of_ours_while_claiming_ends_no_claims(tmp_path, monkeypatch):
-    monkeypatch.setattr(background, "CLAIM_EVERY_S", 0.01)
     monkeypatch.setattr(background, "MAX_RUNNING", 0)  # it is only queued
     async with storing(tmp_path) as (_, client):
         made = await client.responses.create(input="hello", background=True, **LONG)
