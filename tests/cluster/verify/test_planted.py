@@ -1,6 +1,7 @@
 """Every planted fault is found by its name, and a server without faults has no finding."""
 
 import asyncio
+import math
 import re
 from pathlib import Path
 
@@ -60,9 +61,10 @@ FAULTS = {
 }
 
 
-def audited(fault="", checks=ALL, nonce="n0", **options):
+def audited(fault="", checks=ALL, nonce="n0", quick_until=math.inf, **options):
     async def run():
         server = Planted(fault)
+        server.quick_until = quick_until
         transport = Transport(
             "http://server", "", options.pop("budget", Budget(rate=1e6)), inner=server, clock=lambda: server.time_s
         )
@@ -91,6 +93,11 @@ def test_a_server_without_faults_has_no_finding(nonce):
     audit = audited(nonce=nonce)
     assert audit.subject.findings == []
     assert all(result.num_compared for result in audit.results if result.name not in ("reach", "numbers"))
+
+
+@pytest.mark.parametrize("quick_until", range(60))
+def test_a_server_that_becomes_slow_keeps_no_cancelled_work(quick_until):
+    assert audited(checks=["cancel"], quick_until=quick_until).subject.findings == []
 
 
 def test_the_page_lists_the_planted_servers():
