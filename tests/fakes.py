@@ -199,11 +199,13 @@ class FakeReplica:
         while True:
             await asyncio.sleep(self.step_s)
             await self._may_step.wait()
-            if self.running:
-                self.num_steps += 1
-                deltas = [self._advance(attempt) for attempt in list(self.running)]
-                self.say(engine_pb2.StepUpdate(step_id=self.num_steps, deltas=deltas, load=self._load()))
-                self._tell()
+            if not self.running:
+                await self._changed.wait()
+                continue
+            self.num_steps += 1
+            deltas = [self._advance(attempt) for attempt in list(self.running)]
+            self.say(engine_pb2.StepUpdate(step_id=self.num_steps, deltas=deltas, load=self._load()))
+            self._tell()
 
     def _advance(self, attempt: int) -> engine_pb2.Delta:
         submit, done = self.running[attempt], self._num_done[attempt]

@@ -15,7 +15,6 @@ from tests.chaos.forked import ForkedCluster, forked_cluster
 
 LIMIT_S = 150
 CHECKS = ("purity", "stop", "streams", "during")
-KILLS = 3
 pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 
@@ -29,10 +28,10 @@ async def audited(cluster: ForkedCluster, **settings: object) -> Audit:
     return audit
 
 
-async def kill_serving(cluster: ForkedCluster, auditing: "asyncio.Task[Audit]") -> int:
-    """Kills the replica that serves, and replaces it, some times over the audit."""
+async def kill_serving(cluster: ForkedCluster, auditing: "asyncio.Task[Audit]", most: int) -> int:
+    """Kills the replica that serves, and replaces it, `most` times over the audit."""
     num_kills = 0
-    while num_kills < KILLS and (victim := await cluster.serving_replica(auditing.done)) is not None:
+    while num_kills < most and (victim := await cluster.serving_replica(auditing.done)) is not None:
         victim.send(signal.SIGKILL)
         num_kills += 1
         cluster.forget(victim)
@@ -41,7 +40,8 @@ async def kill_serving(cluster: ForkedCluster, auditing: "asyncio.Task[Audit]") 
     return num_kills
 
 
-def test_replicas_that_are_killed_under_an_audit_are_not_seen(tmp_path: Path):
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_replicas_that_are_killed_under_an_audit_are_not_seen(tmp_path: Path, kills: int):
     async def run() -> None:
         async with forked_cluster(tmp_path) as cluster:
             killing: list[asyncio.Task[int]] = []
@@ -49,13 +49,13 @@ def test_replicas_that_are_killed_under_an_audit_are_not_seen(tmp_path: Path):
             def command() -> bool:
                 """Kills during open streams, in place of a shell's command."""
                 if not killing:
-                    killing.append(asyncio.create_task(kill_serving(cluster, auditing)))
+                    killing.append(asyncio.create_task(kill_serving(cluster, auditing, kills)))
                 return not killing[0].done()
 
             auditing = asyncio.create_task(audited(cluster, checks=CHECKS, command=command))
-            before = await kill_serving(cluster, auditing)
+            before = await kill_serving(cluster, auditing, kills)
             audit = await auditing
-            assert (before, await killing[0]) == (KILLS, KILLS)
+            assert (before, await killing[0]) == (kills, kills)
             assert [one for one in audit.subject.findings if one.kind is not Kind.NOTE] == []
             assert [result.name for result in audit.results if not result.num_compared] == ["reach"]
 

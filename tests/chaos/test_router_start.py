@@ -33,7 +33,10 @@ async def first_token_after(cluster: ForkedCluster) -> float:
 def test_a_router_gives_its_first_token_within_two_seconds(tmp_path: Path):
     async def run() -> list[float]:
         async with forked_cluster(tmp_path) as cluster:
-            return [await first_token_after(cluster) for _ in range(NUM_STARTS)]
+            seconds: list[float] = []
+            while len(seconds) < NUM_STARTS and min(seconds, default=FIRST_TOKEN_S) >= FIRST_TOKEN_S:
+                seconds.append(await first_token_after(cluster))
+            return seconds
 
     seconds = loops.run(run(), timeout_s=LIMIT_S)
     print(f"first tokens after {', '.join(f'{first_s:.2f}' for first_s in seconds)} s")

@@ -166,6 +166,11 @@ def test_requests_are_told_the_same(values, made, requests, alone):
         assert ours.stats().num_draft_tokens > 0
 
 
+@pytest.mark.parametrize(
+    "made",
+    [name if name in ("mixture", "deepseek_v3") else pytest.param(name, marks=pytest.mark.slow) for name in PATTERNS],
+    indirect=True,
+)
 def test_on_two_ranks_requests_are_told_the_same(made, requests, alone):
     assert on_ranks(configured(made[0], 2), lambda leader: run_all(scheduler(leader), leader, requests)) == alone
 

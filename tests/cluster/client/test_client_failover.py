@@ -10,7 +10,7 @@ from holdfast.cluster.client.blocking_client import Client
 from holdfast.worker.errors import CallerError, RequestSupersededError
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica, Wire
-from tests.loops import on_a_loop, on_any_loop
+from tests.loops import on_a_loop, on_any_loop, on_each_loop
 from tests.router.site import Site, expected, site
 
 NUM_TOKENS = 60
@@ -99,7 +99,7 @@ async def test_a_router_without_others_gives_its_streams_time():
         assert len(replica.submits) == 1
 
 
-@on_any_loop
+@on_each_loop
 async def test_a_connection_that_breaks_is_made_again():
     replica = await FakeReplica.start()
     async with site(replica) as place:
@@ -115,7 +115,7 @@ async def test_a_connection_that_breaks_is_made_again():
         await wire.stop()
 
 
-@on_any_loop
+@on_each_loop
 async def test_a_router_that_is_lost_before_the_first_token_is_replaced_as_well():
     """It has taken the request, so the short time for those whom nobody answers does not hold."""
     replica = await FakeReplica.start()

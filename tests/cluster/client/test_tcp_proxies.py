@@ -8,7 +8,7 @@ import pytest
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica
-from tests.loops import on_any_loop
+from tests.loops import on_each_loop
 from tests.router.site import expected, site
 
 NUM_TOKENS = 40
@@ -72,7 +72,7 @@ async def ask(client: AsyncClient) -> str:
     return (await client.generate("hello", SamplingParams(max_tokens=NUM_TOKENS, seed=1))).completions[0].text
 
 
-@on_any_loop
+@on_each_loop
 @pytest.mark.parametrize("fault", ["reset while idle", "reset in a stream", "silent while idle"])
 async def test_streams_through_a_proxy_are_whole(fault):
     async with site(await FakeReplica.start()) as place:

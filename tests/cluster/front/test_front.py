@@ -290,7 +290,7 @@ async def test_a_client_that_reads_nothing_stops_its_router(kind):
         while num_written < 2**28:
             writer.write(piece * 100)
             try:
-                await asyncio.wait_for(writer.drain(), 2.0)
+                await asyncio.wait_for(writer.drain(), 1.0)
             except TimeoutError:
                 break
             num_written += 100 * len(piece)

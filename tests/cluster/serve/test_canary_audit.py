@@ -6,8 +6,10 @@ import json
 import httpx
 import pytest
 
+from holdfast.cluster.serve import canary_audit
 from holdfast.cluster.serve.canary_audit import CanaryAudit, CanaryTransport, audited, own_id
 from holdfast.cluster.verify.exchange import Ask
+from holdfast.cluster.verify.transport import Budget
 from holdfast.router.dispatch.versions import position
 from tests.cluster.verify.planted import Planted
 
@@ -44,7 +46,10 @@ def test_ids_fall_into_the_share():
 @pytest.mark.parametrize(
     ("fault", "name"), [("", None), ("wrong finish", "finish.wrong"), ("ignores seeds", "seed.ignored")]
 )
-def test_faults_of_the_canary_are_found_and_those_of_the_old_version_are_not(fault: str, name: str | None):
+def test_faults_of_the_canary_are_found_and_those_of_the_old_version_are_not(
+    fault: str, name: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(canary_audit, "Budget", lambda rate: Budget(rate=1e5))  # nobody else asks these versions
     found = audited("http://router", "", "base", NEW, SHARE, inner=TwoVersions(fault))
     assert {one.partition(":")[0] for one in found.found} == ({name} if name else set())
     assert found.num_answers > 100

@@ -144,18 +144,21 @@ def test_workers_end_with_the_parent_of_their_fork_server(tmp_path: Path, worker
     assert psutil.wait_procs([process], timeout=LIMIT_S)[1] == []
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [b"", b"\x00", struct.pack("!I", 5) + b"no", struct.pack("!I", 2) + b"no", struct.pack("!I", 2) + b"{}"],
-    ids=["nothing", "half a size", "half a request", "no JSON", "no request"],
-)
-def test_what_is_no_request_ends_nothing(forks: Path, worker: str, sent: bytes):
-    with socket.socket(socket.AF_UNIX) as stranger:
-        stranger.connect(str(forks))
-        if sent:
-            socket.send_fds(stranger, [sent], [0, 1, 2])
-        stranger.shutdown(socket.SHUT_WR)
-        assert stranger.recv(1) == b""
+def test_what_is_no_request_ends_nothing(forks: Path, worker: str):
+    """Nothing, half a size, half a request, no JSON, and no request."""
+    for sent in (
+        b"",
+        b"\x00",
+        struct.pack("!I", 5) + b"no",
+        struct.pack("!I", 2) + b"no",
+        struct.pack("!I", 2) + b"{}",
+    ):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(str(forks))
+            if sent:
+                socket.send_fds(stranger, [sent], [0, 1, 2])
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(1) == b""
     assert launch(forks, worker, "end", "3").wait(LIMIT_S) == 3
 
 
@@ -222,7 +225,7 @@ def test_a_launcher_does_not_wait_for_ever_for_a_fork_server_that_is_stopped(tmp
     with socket.socket(socket.AF_UNIX) as stopped:
         stopped.bind(str(tmp_path / "forks"))
         stopped.listen(0)
-        for _ in range(3):  # the first are in the queue, later ones are not let in
+        for _ in range(2):  # the first is in the queue, the later one is not let in
             with pytest.raises(BlockingIOError):
                 ask(str(tmp_path / "forks"), ["worker"])
 

@@ -38,7 +38,7 @@ END = 256
 async def asked(
     template: str | dict[str, str], load: Any = None
 ) -> AsyncIterator[tuple[Site, httpx.AsyncClient, FakeReplica]]:
-    replica = await FakeReplica.start()
+    replica = await FakeReplica.start(step_s=0.0)
     replica.vocab_size = END + 1
     load = load or (lambda path: byte_tokenizer(path, template))  # type: ignore[arg-type]
     async with site(replica, load_tokenizer=load, http=True) as place, client_of(place) as client:

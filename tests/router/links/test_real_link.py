@@ -96,7 +96,7 @@ async def test_output_ends_where_the_context_does():
 async def test_what_a_full_engine_refuses_is_served_later():
     """16 run, one waits, and the router sends more than that before it hears."""
     async with site(await RealReplica.start(max_num_waiting=1)) as place:
-        answers = await asyncio.gather(*(place.stub.Generate(request([1], max_tokens=30)) for _ in range(60)))
+        answers = await asyncio.gather(*(place.stub.Generate(request([1], max_tokens=30)) for _ in range(30)))
         right = pseudo_completion([1], 1, 30, VOCAB_SIZE)
         assert all(list(answer.completions[0].token_ids) == right for answer in answers)
 

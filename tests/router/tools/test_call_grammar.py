@@ -21,6 +21,7 @@ from holdfast.router.tools.reasoning import splitter_for
 from holdfast.router.tools.tools import Tool, ToolChoice
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.structured_outputs import StructuredOutputs
+from tests.examples import examples
 
 WEATHER = {
     "type": "object",
@@ -141,7 +142,7 @@ def ids(name: str, are_single: bool) -> dict[str, int]:
 def test_required_and_named_outputs_are_calls_that_match_the_schemas(name: str, are_single: bool):
     token_ids = ids(name, are_single)
     assert set(token_ids) == (set(tokens(name)) if are_single else set())
-    for seed in range(8):
+    for seed in range(examples(8)):
         dice = random.Random(seed)
         grammar = tool_grammar(name, TOOLS, ToolChoice("required"), token_ids=token_ids, is_parallel=bool(seed % 2))
         calls, content = calls_of(name, text := drawn(grammar, name, are_single, dice))

@@ -84,7 +84,7 @@ class Definition:
         ]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 40))])
 def test_everyone_stands_where_the_definition_says(seed):
     rng = random.Random(seed)
     queue = WaitingQueue[Customer](TenantCounters(SHARES), AGING_S, NUM_STANDINGS)

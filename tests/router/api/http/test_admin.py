@@ -46,7 +46,7 @@ async def test_a_replica_is_drained_and_put_back():
 
 @on_a_loop
 async def test_a_replica_is_killed_where_that_may_be_and_its_stream_goes_on():
-    replicas = [await FakeReplica.start(name, step_s=0.01) for name in ("r0", "r1")]
+    replicas = [await FakeReplica.start(name, step_s=0.003) for name in ("r0", "r1")]
     async with site(*replicas, http=True, config=RouterConfig(killable=True)) as place, client_of(place) as c:
         assert (await c.get("/cluster")).json()["is_killable"] is True
         refused = await c.post("/admin/replicas/nobody/kill", json={})

@@ -22,6 +22,11 @@ from tests.router.site import site
 LONG = {"model": "fake", "max_output_tokens": 60, "extra_body": {"seed": 5, "request_id": "same"}}
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    monkeypatch.setattr(background, "CLAIM_EVERY_S", 0.02)
+
+
 async def until_over(client: openai.AsyncOpenAI, response_id: str, **options):
     async with asyncio.timeout(20):
         while (found := await client.responses.retrieve(response_id, **options)).status in ("queued", "in_progress"):
@@ -162,7 +167,6 @@ async def test_a_stored_stream_with_a_gap_fails_and_is_not_left_open(tmp_path, m
 
 @on_a_loop
 async def test_a_fault_of_ours_while_claiming_ends_no_claims(tmp_path, monkeypatch):
-    monkeypatch.setattr(background, "CLAIM_EVERY_S", 0.01)
     monkeypatch.setattr(background, "MAX_RUNNING", 0)  # it is only queued
     async with storing(tmp_path) as (_, client):
         made = await client.responses.create(input="hello", background=True, **LONG)

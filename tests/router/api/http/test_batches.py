@@ -35,6 +35,11 @@ from tests.router.site import Site, site
 CHATS = "/v1/chat/completions"
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    monkeypatch.setattr(batch_lines, "LOOK_EVERY_S", 0.02)
+
+
 def line(custom_id: str, url: str = CHATS, method: str = "POST", **body: object) -> dict[str, object]:
     asked = {"model": "fake", "max_tokens": 6, "seed": 5, "messages": [{"role": "user", "content": custom_id}]}
     return {"custom_id": custom_id, "method": method, "url": url, "body": asked | body}

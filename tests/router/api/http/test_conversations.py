@@ -103,6 +103,7 @@ async def test_two_turns_at_once_are_added_whole_in_the_order_of_their_ends(tmp_
 @on_a_loop
 async def test_a_background_turn_goes_on_from_what_it_has_read_whatever_was_added_since(tmp_path, monkeypatch):
     monkeypatch.setattr(background, "STORE_EVERY_S", 0.01)
+    monkeypatch.setattr(background, "CLAIM_EVERY_S", 0.01)
     async with storing(tmp_path) as (place, client):
         made = await client.conversations.create(items=[user("one", id="x")])
         place.replicas[0].step_s = 0.02

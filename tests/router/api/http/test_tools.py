@@ -46,7 +46,7 @@ def script(monkeypatch):
 
     def write(text: str) -> None:
         said = list((text + "!" * 500).encode())
-        monkeypatch.setattr("tests.fakes.fake_token", lambda prompt, seed, index: said[index])
+        monkeypatch.setattr("tests.fakes.fake_token", lambda prompt, seed, index: said[min(index, len(said) - 1)])
 
     return write
 

@@ -37,7 +37,7 @@ def result(content: object, **fields: object) -> dict[str, object]:
 async def message(*, stream: bool = False, **fields):
     """The whole message, which of a stream the client puts together."""
     asked = {"model": "fake", "messages": ASKED, "max_tokens": 400, "stop_sequences": ["!"], **fields}
-    replica = await FakeReplica.start()
+    replica = await FakeReplica.start(step_s=0.0)
     async with site(replica, load_tokenizer=lambda path: byte_tokenizer(path, TEMPLATE), http=True) as place:
         url = f"http://{place.router.http_address}"
         http = httpx2.AsyncClient(transport=HoldingTransport([place.router.http_address], verify=False))
@@ -50,7 +50,7 @@ async def message(*, stream: bool = False, **fields):
 
 async def response(*, stream: bool = False, **fields):
     asked = {"model": "fake", "input": "weather?", "max_output_tokens": 400, "extra_body": {"stop": ["!"]}, **fields}
-    replica = await FakeReplica.start()
+    replica = await FakeReplica.start(step_s=0.0)
     async with site(replica, load_tokenizer=lambda path: byte_tokenizer(path, TEMPLATE), http=True) as place:
         url = f"http://{place.router.http_address}/v1"
         http = httpx2.AsyncClient(transport=HoldingTransport([place.router.http_address], verify=False))
@@ -178,7 +178,7 @@ async def test_responses_that_are_wrong_are_refused_by_name(fields, param, scrip
 
 
 async def chat(*, stream: bool):
-    replica = await FakeReplica.start()
+    replica = await FakeReplica.start(step_s=0.0)
     asked = {"model": "fake", "messages": ASKED, "max_tokens": 60, "stop": ["!"], "n": 2}
     async with site(replica, load_tokenizer=lambda path: byte_tokenizer(path, TEMPLATE), http=True) as place:
         base_url = f"http://{place.router.http_address}/v1"

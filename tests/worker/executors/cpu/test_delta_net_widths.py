@@ -223,14 +223,20 @@ ATTENTIONS: dict[str, tuple[dict[str, Any], int, list[tuple[int, int]]]] = {
 
 SLOW = (
     "27B, one of 4",
+    "35B-A3B, one of 4",
     "DeepSeek V3, one of 16",
+    "GLM-4.7-Flash",
     "Gemma 4 26B-A4B",
+    "Gemma 4 26B-A4B, one of 2",
     "Gemma 4 31B, one of 4",
     "Gemma 4 31B, one of 8",
     "Kimi K2, one of 8",
+    "LFM2-8B-A1B",
     "Nemotron 3 Nano, one of 4",
     "Nemotron 3 Super, one of 4",
+    "Qwen3-VL-8B, one of 2",
 )
+"""What has many weights, or a layer like one that stays."""
 
 
 def cases(table: dict[str, Any]) -> list[Any]:

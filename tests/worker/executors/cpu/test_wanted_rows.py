@@ -55,7 +55,9 @@ def check(layout, wanted, **settings):
     assert everything[-1].isfinite().all()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if number % 2 else ()) for number, case in enumerate(CASES)]
+)
 def test_rows_have_the_bits_that_they_have_among_all(case):
     model, changes = CASES[case]
     layout = layout_of(model, BF16, changes)

@@ -1,6 +1,7 @@
 """Every family of GGUF files in every type, on 1, 2, 3 and 4 ranks: what a rank reads is what it reads of the numbers.
 
-In bfloat16 and as units. `make test` has one type and one number of ranks a family, by turns; the rest is slow.
+In bfloat16 and as units. `make test` has one type and one number of ranks a family, by turns; the rest is slow, and
+so are hybrids in types of 256 numbers, whose matrices are large.
 """
 
 from collections.abc import Sequence
@@ -85,7 +86,8 @@ def faults(family: str, kind: str, where: Path, ranks: Sequence[int] = RANKS) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_in_one_type_is_its_numbers(family, tmp_path):
     turn = FAMILIES.index(family)
-    assert faults(family, KINDS[turn % len(KINDS)], tmp_path, [RANKS[turn % len(RANKS)]]) == []
+    kinds = KINDS if family in ARCHITECTURES else [kind for kind in KINDS if kind not in K_KINDS]
+    assert faults(family, kinds[turn % len(kinds)], tmp_path, [RANKS[turn % len(RANKS)]]) == []
 
 
 @pytest.mark.slow
