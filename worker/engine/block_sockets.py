@@ -42,7 +42,6 @@ _HELLO: Final = struct.Struct(f"<4s{TRANSFER_BYTES}s32s")
 _OFFER: Final = struct.Struct("<I")
 _LARGEST_OFFER: Final = 1 << 20  # bytes
 _READS, _READS_NOT = b"\x01", b"\x00"
-_SOCKET_BYTES: Final = 4 << 20
 
 
 class TransferKey(NamedTuple):
@@ -183,7 +182,6 @@ class BlockServer:
         transfer: bytes | None = None
         try:
             connection.settimeout(HANDSHAKE_S)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             magic, asked, mac = _HELLO.unpack(received(connection, _HELLO.size))
             outgoing = self._taken(asked) if magic == _MAGIC else None
             if outgoing is None:
@@ -303,7 +301,6 @@ class BlockReceiver:
         try:
             with socket.create_connection(self._address, HANDSHAKE_S) as connection:
                 self._connection = connection
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
                 connection.sendall(self._key.hello())
                 _limit_stalls(connection)
                 self._receive(connection)
@@ -317,7 +314,7 @@ class BlockReceiver:
         sealer = self._key.sealer
         reader = self._reader(connection)
         try:
-            frames = FrameReceiver(connection, sealer, self._names, reader)
+            frames = FrameReceiver(connection, sealer, self._names, reader, STALL_S)
             while not self._closed and not frames.is_complete:
                 blocks = frames.next()
                 if blocks is None or not self._on_blocks(blocks):
