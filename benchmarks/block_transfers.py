@@ -4,15 +4,17 @@ in turn.
     python -m benchmarks.block_transfers [--rounds 5] [--block-kib 360] [--mib 512] [--json FILE]
 
 The two ends are two processes, as replicas are. All bytes are sent once, from memory that no core's cache has, as the
-blocks of a large cache are. Printed: bytes a second, and CPU seconds for each gigabyte of both ends together, kernel
-included, with their ratios to the bare socket, and that of the throughput to the copy of as much memory. On a busy
-machine the clock says little; CPU time still tells what digests, copies and encryption cost.
+blocks of a large cache are, which are copied out of it as between two steps. Printed: bytes a second, and CPU seconds
+for each gigabyte of both ends together, kernel included, with their ratios to the bare socket, and that of the
+throughput to the copy of as much memory. On a busy machine the clock says little; CPU time still tells what digests,
+copies and encryption cost.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
+import queue
 import socket
 import statistics
 import threading
@@ -26,12 +28,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.worker.cache.sealing import MAX_OVERHEAD
 from holdfast.worker.engine.block_frames import Block
-from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
+from holdfast.worker.engine.block_mover import BlockMover
+from holdfast.worker.engine.block_sockets import BlockReceiver, TransferKey
+from holdfast.worker.engine.incoming_blocks import Taker
 from holdfast.worker.engine.staging import SharedMemory, Way
+from holdfast.worker.engine.tier_mover import KV, MoverEvents
+from holdfast.worker.executors.cpu.block_bytes import BlockBytes
+from holdfast.worker.executors.cpu.library import load_library
 
 PIECE_BYTES = 8 << 20
+LAYERS = 30
+"""Of the cache: a block lies in as many pieces."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -109,25 +117,32 @@ def blocks(
     is_encrypted: bool,
     way: Way | None = None,
 ) -> None:
-    """The same of blocks, with their digests, over the connection or as `way` brings them."""
-    rows = memory[: memory.size // block_bytes * block_bytes].reshape(-1, block_bytes)
-    names = [b"k" + number.to_bytes(16, "little") for number in range(len(rows))]
+    """The same of blocks of a cache, which are copied out of it, with their digests, over the connection or as `way`
+    brings them.
+    """
+    num_blocks = memory.size // block_bytes
+    layers = memory[: num_blocks * block_bytes].reshape(LAYERS, num_blocks, -1)
+    names = [KV + number.to_bytes(16, "little") for number in range(num_blocks)]
     room, per_piece = threading.Event(), PIECE_BYTES // block_bytes
-    server = BlockServer(LOOPBACK, room.set, way, block_bytes + MAX_OVERHEAD)
-    key = TransferKey.fresh(is_encrypted=is_encrypted)
-    server.offer(key)
-    with receiver.receives(rows.nbytes, found, _take_blocks, server.port, key, names, rows.nbytes, way is not None):
-        for first in range(0, len(rows), per_piece):
-            while not server.has_room:
+    mover = BlockMover(None, {KV: BlockBytes(list(layers), load_library())}, way)
+    mover.start(MoverEvents(_nothing, _nothing, room.set, _nothing))
+    key, port = TransferKey.fresh(is_encrypted=is_encrypted), mover.listen(LOOPBACK)
+    mover.offer(1, [Taker(key)])
+    with receiver.receives(layers.nbytes, found, _take_blocks, port, key, names, layers.nbytes, way is not None):
+        for first in range(0, num_blocks, per_piece):
+            while not mover.sends_room(1):
                 room.wait()
                 room.clear()
-            some = slice(first, first + per_piece)
-            server.send(key.transfer, list(zip(names[some], rows[some], strict=True)))
-    server.close()
+            mover.send(1, [(names[number], number) for number in range(first, min(first + per_piece, num_blocks))])
+    mover.close()
+
+
+def _nothing(*_: object) -> None:
+    """A leader's mover tells its engine."""
 
 
 def _take_blocks(port: int, key: TransferKey, names: Sequence[bytes], num_bytes: int, is_shared: bool) -> None:
-    over, received = threading.Event(), 0
+    received, ends = 0, queue.SimpleQueue[Exception | None]()
 
     def take(some: Sequence[Block]) -> bool:
         nonlocal received
@@ -135,8 +150,9 @@ def _take_blocks(port: int, key: TransferKey, names: Sequence[bytes], num_bytes:
         return True
 
     way = SharedMemory() if is_shared else None
-    BlockReceiver((LOOPBACK, port), TransferKey(*key), names, take, lambda _: over.set(), way).start()
-    over.wait()
+    BlockReceiver((LOOPBACK, port), TransferKey(*key), names, take, ends.put, way).start()
+    if (error := ends.get()) is not None:
+        raise error
     assert received == num_bytes, "all have come"
 
 

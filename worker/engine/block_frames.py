@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.worker.cache.sealing import Sealer
-from holdfast.worker.engine.staging import Reader, Staging
+from holdfast.worker.engine.staging import Reader, StagedFrame, Staging
 
 LARGEST_FRAME: Final = 1 << 30  # bytes
 HEAD: Final = struct.Struct("<IQi")
@@ -46,64 +46,80 @@ Record = Sequence[memoryview | bytes]
 class FrameSender:
     """The sending end of one connection. Used by one thread."""
 
-    def __init__(self, connection: socket.socket, sealer: Sealer, staging: Staging | None) -> None:
-        """`staging`: memory from which the receiver reads; None: all records follow their heads."""
+    def __init__(self, connection: socket.socket, sealer: Sealer, staging: Staging, *, is_read: bool) -> None:
+        """`is_read`: whether the receiver reads the staging memory; else all records follow their heads."""
         self._connection = connection
         self._sealer = sealer
         self._staging = staging
+        self._is_read = is_read
         self._slots: deque[int] = deque()
         """Slots that the receiver has not read yet, in order."""
 
-    def send(self, blocks: Sequence[Block]) -> None:
-        """Sends blocks. Raises OSError, and EOFError where the receiver has left."""
-        batch: list[Block] = []
-        for block in blocks if self._staging is not None else ():
-            if batch and not self._fits([*batch, block]):
-                self._stage(batch)
-                batch = []
-            batch.append(block)
-        if batch:
-            self._stage(batch)
-        elif self._staging is None:
+    def send(self, blocks: Sequence[Block] | StagedFrame) -> None:
+        """Sends blocks, and gives their slot back in time. Raises OSError, and EOFError where the receiver has left."""
+        if isinstance(blocks, StagedFrame):
+            self._send_staged(blocks)
+        elif not self._is_read:
             self._send_in_line(blocks)
+        else:
+            for batch in self._batches(blocks):
+                while len(self._slots) >= MAX_SLOTS:
+                    self._await_one()
+                self._stage(batch)
 
     def end(self) -> None:
         """Says that nothing more comes, and waits until all slots are read."""
         self._connection.sendall(HEAD.pack(0, 0, IN_LINE))
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits until all slots are read."""
         while self._slots:
             self._await_one()
 
     def close(self) -> None:
         """Gives its slots back."""
-        while self._slots and self._staging is not None:
+        while self._slots:
             self._staging.give_back(self._slots.popleft())
 
-    def _fits(self, blocks: Sequence[Block]) -> bool:
-        assert self._staging is not None, "it has slots"
-        return sum(len(row) + self._sealer.overhead for _, row in blocks) <= self._staging.slot_bytes
+    def _batches(self, blocks: Sequence[Block]) -> Iterator[list[Block]]:
+        """Blocks that fit in a slot together."""
+        batch: list[Block] = []
+        num_bytes = 0
+        for block in blocks:
+            length = len(block[1]) + self._sealer.overhead
+            if batch and num_bytes + length > self._staging.slot_bytes:
+                yield batch
+                batch, num_bytes = [], 0
+            batch.append(block)
+            num_bytes += length
+        if batch:
+            yield batch
 
     def _stage(self, blocks: Sequence[Block]) -> None:
         """One frame in a slot, if they fit in one and one is free."""
-        staging = self._staging
-        while len(self._slots) >= MAX_SLOTS:
-            self._await_one()
-        slot = staging.take() if staging is not None and self._fits(blocks) else None
-        if staging is None or slot is None:
+        frame = self._staging.frame([(name, len(row)) for name, row in blocks], type(self._sealer))
+        if frame is None:
             self._send_in_line(blocks)
             return
-        self._slots.append(slot)
-        memory, at, lengths = staging.slot(slot), 0, []
-        for name, row in blocks:
-            record = self._sealer.seal(name, row.data)
-            for part in record:
-                memory[at : at + len(part)] = np.frombuffer(part, np.uint8)
-                at += len(part)
-            lengths.append(sum(map(len, record)))
-        self._connection.sendall(_head(lengths, slot))
+        for place, (_, row) in zip(frame.rows, blocks, strict=True):
+            np.copyto(place, row)
+        self._send_staged(frame)
+
+    def _send_staged(self, frame: StagedFrame) -> None:
+        self._slots.append(frame.slot)
+        for name, record in zip(frame.names, frame.records, strict=True):
+            self._sealer.seal_in_place(name, record.data)
+        if self._is_read:
+            while len(self._slots) > MAX_SLOTS:
+                self._await_one()
+            self._connection.sendall(_head(frame.lengths, frame.slot))
+        else:
+            _send_parts(self._connection, [_head(frame.lengths, IN_LINE), frame.memory.data])
+            self._staging.give_back(self._slots.pop())
 
     def _await_one(self) -> None:
         """The receiver has read the first slot."""
-        assert self._staging is not None, "it has slots"
         received(self._connection, len(_FREE))
         self._staging.give_back(self._slots.popleft())
 
@@ -157,6 +173,7 @@ class FrameReceiver:
         self._stall_s = stall_s
         self._waiting = select.poll()
         self._waiting.register(connection, select.POLLIN)
+        self._wakes_for = 1
         self._num_received = 0
         self._memory = FrameMemory()
 
@@ -169,6 +186,7 @@ class FrameReceiver:
         """The next blocks; None at the end. Raises `WrongDigestError`, OSError, EOFError, or ValueError for a malformed
         message.
         """
+        self._wake_for(1)
         count, num_bytes, slot = HEAD.unpack(received(self._connection, HEAD.size))
         if not count:
             return None
@@ -184,27 +202,30 @@ class FrameReceiver:
         elif self._reader is None:
             raise ValueError("a frame in a slot, where no memory is read")
         else:
-            self._reader.read(slot, frame)
-            self._connection.sendall(_FREE)
-            come = iter([num_bytes])
+            come = self._reader.read(slot, frame)
         self._num_received += count
-        return self._unsealed(names, lengths, frame.data, come)
+        blocks = self._unsealed(names, lengths, frame.data, come)
+        if slot != IN_LINE:
+            self._connection.sendall(_FREE)
+        return blocks
 
     def _come(self, memory: memoryview) -> Iterator[int]:
         """Fills this memory from the connection; says how many bytes are there, each time that there are more."""
         num_there = 0
         while (num_left := len(memory) - num_there) >= MIN_AWAITED:
-            self._await_bytes(min(WAKE_BYTES, num_left))
+            self._wake_for(min(WAKE_BYTES, num_left))
+            self._waiting.poll(1e3 * self._stall_s)
             num_there += _checked(self._connection.recv_into(memory[num_there:], 0, socket.MSG_DONTWAIT))
             yield num_there
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        self._wake_for(1)
         receive_into(self._connection, memory[num_there:])
         yield len(memory)
 
-    def _await_bytes(self, num_bytes: int) -> None:
-        """Waits until so many bytes are there, or as many as the kernel keeps, or for the longest time."""
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
-        self._waiting.poll(1e3 * self._stall_s)
+    def _wake_for(self, num_bytes: int) -> None:
+        """From now on who waits is woken once so many bytes are there, or as many as the kernel keeps."""
+        if num_bytes != self._wakes_for:
+            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._wakes_for = num_bytes
 
     def _unsealed(
         self, names: Sequence[bytes], lengths: Sequence[int], frame: memoryview, come: Iterator[int]
