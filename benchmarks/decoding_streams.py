@@ -5,7 +5,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final
 
 from holdfast.cluster.offline.inference_engine import InferenceEngine
@@ -25,7 +24,6 @@ def parser_of(doc: str | None, num_tokens: int, num_new_tokens: int) -> argparse
     parser.add_argument("--tokens", type=int, default=num_tokens)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=num_new_tokens)
-    parser.add_argument("--json", type=Path)
     return parser
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
@@ -91,6 +92,7 @@ def part(arguments: argparse.Namespace, name: str, store: str) -> dict[str, Any]
 def main() -> None:
     """Prints both tables."""
     parser = parser_of(__doc__, 8000, 96)
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--timeout-s", type=float, default=1800.0, help="of each process")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)

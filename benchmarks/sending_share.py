@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -121,7 +122,9 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Prints the table."""
-    arguments = parser_of(__doc__, 2000, 128).parse_args()
+    parser = parser_of(__doc__, 2000, 128)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
     rows = [measure(arguments, way) for way in ("tcp", "auto")]
     show(rows)
     if arguments.json:

@@ -203,14 +203,15 @@ class BlockMover:
         for kind, pool in self._pools.items():
             left = [one for one in places if one[0].startswith(kind)]
             while left:
+                began_s = time.thread_time()
                 frame = server.frame(key, [name for name, _ in left], pool.row_bytes)
-                some = left if frame is None else left[: len(frame.names)]
-                if frame is not None:
-                    began_s = time.thread_time()
-                    pool.read([place for _, place in some], frame.rows)
-                    self.counts.note("copy_s_per_byte", began_s, time.thread_time(), frame.num_bytes)
-                server.send(key.transfer, self._copied(some) if frame is None else frame)
-                left = left[len(some) :]
+                if frame is None:
+                    server.send(key.transfer, self._copied(left))
+                    break
+                some, left = left[: len(frame.names)], left[len(frame.names) :]
+                pool.read([place for _, place in some], frame.rows)
+                server.send(key.transfer, frame)
+                self.counts.note("copy_s_per_byte", began_s, time.thread_time(), frame.num_bytes)
 
     def sends_room(self, number: int) -> bool | None:
         """Whether more may be sent; None: the other side wants nothing more."""

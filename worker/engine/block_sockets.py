@@ -229,18 +229,22 @@ class BlockServer:
     def _send_all(self, connection: socket.socket, outgoing: _Outgoing) -> None:
         sealer, is_read = outgoing.key.sealer, self._is_read(connection)
         frames = FrameSender(connection, sealer, self._staging, is_read=is_read)
+        noted_s = 0.0  # of this thread, which began with the connection
         try:
             while (blocks := self._next_blocks(outgoing, frames)) is not None:
-                sent, began_s = blocks, time.thread_time()
+                num_sent = 0
                 try:
+                    sent = blocks
                     if outgoing.cut is not None and not isinstance(blocks, StagedFrame):
                         sent = [outgoing.cut(block) for block in blocks]
                     frames.send(sent)
+                    num_sent = _size(sent)
                 finally:
                     with self._changed:
                         self.staged_bytes -= _size(blocks)
-                        self.num_sent_bytes += _size(sent)
-                        self.sending_s += time.thread_time() - began_s
+                        self.num_sent_bytes += num_sent
+                        self.sending_s += (now_s := time.thread_time()) - noted_s
+                        noted_s = now_s
                         self._changed.notify_all()
                 self._tell_of_room()
             if not self._closed:
