@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from holdfast.worker.engine.block_frames import Block
 from holdfast.worker.engine.block_mover import BlockMover
-from holdfast.worker.engine.block_sockets import BlockReceiver, TransferKey
+from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
 from holdfast.worker.engine.incoming_blocks import Taker
 from holdfast.worker.engine.staging import SharedMemory, Way
 from holdfast.worker.engine.tier_mover import KV, MoverEvents
@@ -137,6 +137,23 @@ def blocks(
     mover.close()
 
 
+def rows_alone(memory: NDArray[np.uint8], receiver: Receiver, found: list[Taken], block_bytes: int) -> None:
+    """The same over the connection, of rows that were copied before."""
+    rows = memory[: memory.size // block_bytes * block_bytes].reshape(-1, block_bytes)
+    names = [KV + number.to_bytes(16, "little") for number in range(len(rows))]
+    room, per_piece = threading.Event(), PIECE_BYTES // block_bytes
+    server, key = BlockServer(LOOPBACK, room.set), TransferKey.fresh(is_encrypted=False)
+    server.offer(key)
+    with receiver.receives(rows.nbytes, found, _take_blocks, server.port, key, names, rows.nbytes, False):
+        for first in range(0, len(rows), per_piece):
+            while not server.has_room:
+                room.wait()
+                room.clear()
+            some = slice(first, first + per_piece)
+            server.send(key.transfer, list(zip(names[some], rows[some], strict=True)))
+    server.close()
+
+
 def _nothing(*_: object) -> None:
     """A leader's mover tells its engine."""
 
@@ -182,6 +199,7 @@ def main() -> None:
 
     ways: dict[str, Callable[[list[Taken]], None]] = {
         "bare socket": lambda found: bare(memory, receiver, found),
+        "rows alone": lambda found: rows_alone(memory, receiver, found, size),
         "blocks": of_blocks(is_encrypted=False),
         "blocks, encrypted": of_blocks(is_encrypted=True),
         "shared memory": of_blocks(is_encrypted=False, way=shared),

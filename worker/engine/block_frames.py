@@ -124,7 +124,7 @@ class FrameSender:
         self._staging.give_back(self._slots.popleft())
 
     def _send_in_line(self, blocks: Sequence[Block]) -> None:
-        """By one call of the kernel for each portion."""
+        """Sends blocks behind their head, by one call of the kernel for each portion."""
         parts: list[memoryview | bytes] = [_head([len(row) + self._sealer.overhead for _, row in blocks], IN_LINE)]
         num_bytes = 0
         for name, row in blocks:

@@ -63,7 +63,7 @@ class TransferKey(NamedTuple):
 
     @property
     def form(self) -> type[Sealer]:
-        """What records have besides their blocks."""
+        """Form of its records: what they have besides their blocks."""
         return KeySealer if self.is_encrypted else Sealer
 
     @property

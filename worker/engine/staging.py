@@ -99,7 +99,7 @@ class StagedFrame:
 
     @property
     def rows(self) -> list[NDArray[np.uint8]]:
-        """Where each block's row belongs."""
+        """Places of the blocks' rows."""
         first, after = self._form.before, self._form.overhead - self._form.before
         return [record[first : len(record) - after] for record in self.records]
 
