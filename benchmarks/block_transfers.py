@@ -3,33 +3,44 @@ in turn.
 
     python -m benchmarks.block_transfers [--rounds 5] [--block-kib 360] [--mib 512] [--json FILE]
 
-Both ends are threads of one process. Printed: bytes a second, and CPU seconds for each gigabyte of both ends together,
-kernel included, with their ratios to the bare socket, and that of the throughput to the copy. On a busy machine the
-clock says little; CPU time still tells what digests, copies and encryption cost.
+The two ends are two processes, as replicas are. All bytes are sent once, from memory that no core's cache has, as the
+blocks of a large cache are, which are copied out of it as between two steps. Printed: bytes a second, and CPU seconds
+for each gigabyte of both ends together, kernel included, with their ratios to the bare socket, and that of the
+throughput to the copy of as much memory. On a busy machine the clock says little; CPU time still tells what digests,
+copies and encryption cost.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
+import queue
 import socket
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.worker.cache.sealing import MAX_OVERHEAD
 from holdfast.worker.engine.block_frames import Block
+from holdfast.worker.engine.block_mover import BlockMover
 from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
+from holdfast.worker.engine.incoming_blocks import Taker
 from holdfast.worker.engine.staging import SharedMemory, Way
+from holdfast.worker.engine.tier_mover import KV, MoverEvents
+from holdfast.worker.executors.cpu.block_bytes import BlockBytes
+from holdfast.worker.executors.cpu.library import load_library
 
 PIECE_BYTES = 8 << 20
-BUFFER_BYTES = 4 << 20
+LAYERS = 30
+"""Of the cache: a block lies in as many pieces."""
+LOOPBACK = "127.0.0.1"
 
 
 class Taken(NamedTuple):
@@ -40,73 +51,135 @@ class Taken(NamedTuple):
     """CPU time of both ends, kernel included."""
 
 
-@contextmanager
-def timed(num_bytes: int, found: list[Taken]) -> Iterator[None]:
-    """Adds what these bytes take."""
-    began_s, began_cpu_s = time.monotonic(), time.process_time()
-    yield
-    took_s, took_cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
-    found.append(Taken(num_bytes / took_s, took_cpu_s / num_bytes * 1e9))
+class Receiver:
+    """The other end: a process that carries out one order at a time, and answers with the CPU time that it took."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._orders, there = context.Pipe()
+        self._process = context.Process(target=_obey, args=(there,), daemon=True)
+        self._process.start()
+
+    @contextmanager
+    def receives(self, num_bytes: int, found: list[Taken], order: Callable[..., None], *given: Any) -> Iterator[None]:
+        """Adds what these bytes take, from this order to its end."""
+        self._orders.send((order, given))
+        self._orders.recv()  # it has begun
+        began_s, began_cpu_s = time.monotonic(), time.process_time()
+        yield
+        there_s: float = self._orders.recv()
+        took_s, took_cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s + there_s
+        found.append(Taken(num_bytes / took_s, took_cpu_s / num_bytes * 1e9))
+
+    def close(self) -> None:
+        self._orders.send(None)
+        self._process.join()
 
 
-def bare(num_pieces: int, found: list[Taken]) -> None:
+def _obey(orders: Connection) -> None:
+    while (asked := orders.recv()) is not None:
+        order, given = asked
+        orders.send(True)
+        began_cpu_s = time.process_time()
+        order(*given)
+        orders.send(time.process_time() - began_cpu_s)
+
+
+def bare(memory: NDArray[np.uint8], receiver: Receiver, found: list[Taken]) -> None:
     """A socket takes pieces from another, into memory that was touched before."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        source = socket.create_connection(listener.getsockname())
-        sink, _ = listener.accept()
-    for end in (source, sink):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
-    sent, received = np.ones(PIECE_BYTES, np.uint8).data, np.ones(PIECE_BYTES, np.uint8).data
-    with source, sink, timed(num_pieces * PIECE_BYTES, found):
-        thread = threading.Thread(target=_send_all, args=(source, sent, num_pieces))
-        thread.start()
-        for _ in range(num_pieces):
-            left = received
+    with (
+        socket.create_server((LOOPBACK, 0)) as listener,
+        receiver.receives(memory.size, found, _take_bare, listener.getsockname(), memory.size),
+    ):
+        source, _ = listener.accept()
+        with source:
+            for first in range(0, memory.size, PIECE_BYTES):
+                source.sendall(memory[first : first + PIECE_BYTES].data)
+
+
+def _take_bare(address: tuple[str, int], num_bytes: int) -> None:
+    piece = np.ones(PIECE_BYTES, np.uint8).data
+    with socket.create_connection(address) as sink:
+        while num_bytes:
+            left = piece[:num_bytes]
             while left:
-                left = left[sink.recv_into(left) :]
-        thread.join()
-
-
-def _send_all(source: socket.socket, piece: memoryview, count: int) -> None:
-    for _ in range(count):
-        source.sendall(piece)
+                count = sink.recv_into(left)
+                num_bytes -= count
+                left = left[count:]
 
 
 def blocks(
-    rows: NDArray[np.uint8], num_pieces: int, found: list[Taken], *, is_encrypted: bool, way: Way | None = None
+    memory: NDArray[np.uint8],
+    receiver: Receiver,
+    found: list[Taken],
+    *,
+    block_bytes: int,
+    is_encrypted: bool,
+    way: Way | None = None,
 ) -> None:
-    """The same of blocks, with their digests, over the connection or as `way` brings them. A piece has these rows."""
-    names = [b"k" + number.to_bytes(16, "little") for number in range(len(rows) * num_pieces)]
-    room, over = threading.Event(), threading.Event()
-    server = BlockServer("127.0.0.1", room.set, way, rows.shape[1] + MAX_OVERHEAD)
-    key = TransferKey.fresh(is_encrypted=is_encrypted)
-    received = 0
+    """The same of blocks of a cache, which are copied out of it, with their digests, over the connection or as `way`
+    brings them.
+    """
+    num_blocks = memory.size // block_bytes
+    layers = memory[: num_blocks * block_bytes].reshape(LAYERS, num_blocks, -1)
+    names = [KV + number.to_bytes(16, "little") for number in range(num_blocks)]
+    room, per_piece = threading.Event(), PIECE_BYTES // block_bytes
+    mover = BlockMover(None, {KV: BlockBytes(list(layers), load_library())}, way)
+    mover.start(MoverEvents(_nothing, _nothing, room.set, _nothing))
+    key, port = TransferKey.fresh(is_encrypted=is_encrypted), mover.listen(LOOPBACK)
+    mover.offer(1, [Taker(key)])
+    with receiver.receives(layers.nbytes, found, _take_blocks, port, key, names, layers.nbytes, way is not None):
+        for first in range(0, num_blocks, per_piece):
+            while not mover.sends_room(1):
+                room.wait()
+                room.clear()
+            mover.send(1, [(names[number], number) for number in range(first, min(first + per_piece, num_blocks))])
+    mover.close()
+
+
+def rows_alone(memory: NDArray[np.uint8], receiver: Receiver, found: list[Taken], block_bytes: int) -> None:
+    """The same over the connection, of rows that were copied before."""
+    rows = memory[: memory.size // block_bytes * block_bytes].reshape(-1, block_bytes)
+    names = [KV + number.to_bytes(16, "little") for number in range(len(rows))]
+    room, per_piece = threading.Event(), PIECE_BYTES // block_bytes
+    server, key = BlockServer(LOOPBACK, room.set), TransferKey.fresh(is_encrypted=False)
+    server.offer(key)
+    with receiver.receives(rows.nbytes, found, _take_blocks, server.port, key, names, rows.nbytes, False):
+        for first in range(0, len(rows), per_piece):
+            while not server.has_room:
+                room.wait()
+                room.clear()
+            some = slice(first, first + per_piece)
+            server.send(key.transfer, list(zip(names[some], rows[some], strict=True)))
+    server.close()
+
+
+def _nothing(*_: object) -> None:
+    """A leader's mover tells its engine."""
+
+
+def _take_blocks(port: int, key: TransferKey, names: Sequence[bytes], num_bytes: int, is_shared: bool) -> None:
+    received, ends = 0, queue.SimpleQueue[Exception | None]()
 
     def take(some: Sequence[Block]) -> bool:
         nonlocal received
         received += sum(len(row) for _, row in some)
         return True
 
-    with timed(num_pieces * rows.nbytes, found):
-        server.offer(key)
-        BlockReceiver(("127.0.0.1", server.port), key, names, take, lambda _: over.set(), way).start()
-        for number in range(num_pieces):
-            while not server.has_room:
-                room.wait()
-                room.clear()
-            server.send(key.transfer, list(zip(names[number * len(rows) :], rows, strict=False)))
-        over.wait()
-    server.close()
-    assert received == num_pieces * rows.nbytes
+    way = SharedMemory() if is_shared else None
+    BlockReceiver((LOOPBACK, port), TransferKey(*key), names, take, ends.put, way).start()
+    if (error := ends.get()) is not None:
+        raise error
+    assert received == num_bytes, "all have come"
 
 
-def copied(num_pieces: int, found: list[Taken]) -> None:
-    """Pieces from memory to memory, as through memory that two processes share."""
-    source, target = np.ones(PIECE_BYTES, np.uint8), np.ones(PIECE_BYTES, np.uint8)
-    with timed(num_pieces * PIECE_BYTES, found):
-        for _ in range(num_pieces):
-            np.copyto(target, source)
+def copied(memory: NDArray[np.uint8], target: NDArray[np.uint8], found: list[Taken]) -> None:
+    """From memory to memory, in one process."""
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
+    for first in range(0, memory.size, target.size):
+        np.copyto(target, memory[first : first + target.size])
+    took_s, took_cpu_s = time.monotonic() - began_s, time.process_time() - began_cpu_s
+    found.append(Taken(memory.size / took_s, took_cpu_s / memory.size * 1e9))
 
 
 def main() -> None:
@@ -117,22 +190,28 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    block_bytes = arguments.block_kib << 10
-    num_pieces, per_piece = (arguments.mib << 20) // PIECE_BYTES, PIECE_BYTES // block_bytes
-    rows = np.random.default_rng(1).integers(0, 256, (per_piece, block_bytes), dtype=np.uint8)
-    shared = SharedMemory()
+    memory = np.random.default_rng(1).integers(0, 256, arguments.mib << 20, dtype=np.uint8)
+    targets = {"copy in memory": np.ones_like(memory), "copy into a cache": np.ones(1 << 20, np.uint8)}
+    receiver, size, shared = Receiver(), arguments.block_kib << 10, SharedMemory()
+
+    def of_blocks(*, is_encrypted: bool, way: Way | None = None) -> Callable[[list[Taken]], None]:
+        return lambda found: blocks(memory, receiver, found, block_bytes=size, is_encrypted=is_encrypted, way=way)
+
     ways: dict[str, Callable[[list[Taken]], None]] = {
-        "bare socket": lambda found: bare(num_pieces, found),
-        "blocks": lambda found: blocks(rows, num_pieces, found, is_encrypted=False),
-        "blocks, encrypted": lambda found: blocks(rows, num_pieces, found, is_encrypted=True),
-        "shared memory": lambda found: blocks(rows, num_pieces, found, is_encrypted=False, way=shared),
-        "shared, encrypted": lambda found: blocks(rows, num_pieces, found, is_encrypted=True, way=shared),
-        "copy in memory": lambda found: copied(num_pieces, found),
+        "bare socket": lambda found: bare(memory, receiver, found),
+        "rows alone": lambda found: rows_alone(memory, receiver, found, size),
+        "blocks": of_blocks(is_encrypted=False),
+        "blocks, encrypted": of_blocks(is_encrypted=True),
+        "shared memory": of_blocks(is_encrypted=False, way=shared),
+        "shared, encrypted": of_blocks(is_encrypted=True, way=shared),
+        "copy in memory": lambda found: copied(memory, targets["copy in memory"], found),
+        "copy into a cache": lambda found: copied(memory, targets["copy into a cache"], found),
     }
     taken: dict[str, list[Taken]] = {name: [] for name in ways}
     for _ in range(arguments.rounds):
         for name, way in ways.items():
             way(taken[name])
+    receiver.close()
     show(taken, arguments.json)
 
 

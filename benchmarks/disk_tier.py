@@ -11,37 +11,32 @@ the CPU time that copying, digests and writing take, as a share of the process's
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.decoding_streams import begin_streams, cpu_times, parser_of, prompt_of
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.worker.engine.block_mover import BlockMover
 from holdfast.worker.sampling_params import SamplingParams
 
-MIN_ID: Final = 100
-MAX_ID: Final = 20_000
-"""Token ids of prompts: of any vocabulary that real models have."""
-STREAM_PROMPT: Final = 32
+MOVES: Final[dict[tuple[type[Any], str], str]] = {
+    (BlockMover, "_copied"): "copying",
+    (BlockMover, "_write"): "writing",
+    (BlockMover, "_tell_news"): "writing",
+}
+"""What a store costs: copies on the thread of the steps, and all of the mover's thread."""
 
 
 def engine_of(arguments: argparse.Namespace, store: str) -> InferenceEngine:
     cache = {"kv_offload_disk": f"{store},4GB", "num_blocks": 3 * arguments.tokens // 16}
     return InferenceEngine(arguments.model, {"cache": cache})
-
-
-def prompt_of(number: int, num_tokens: int) -> list[int]:
-    generator = random.Random(number)
-    return [generator.randrange(MIN_ID, MAX_ID) for _ in range(num_tokens)]
 
 
 def first_token(engine: InferenceEngine, prompt: list[int]) -> dict[str, Any]:
@@ -71,40 +66,12 @@ def ask_again(arguments: argparse.Namespace, store: str) -> dict[str, Any]:
         return {"found": found, "computed": computed}
 
 
-@contextmanager
-def timed_moves() -> Iterator[dict[str, float]]:
-    """CPU seconds of what a store costs: copies on the thread of the steps, and all of the mover's thread."""
-    spent: dict[str, float] = {"copying": 0.0, "writing": 0.0}
-    originals = {name: getattr(BlockMover, name) for name in ("_copied", "_write", "_tell_news")}
-
-    def timed(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
-            began_s = time.thread_time()
-            try:
-                return original(*given)
-            finally:
-                spent[kind] += time.thread_time() - began_s
-
-        return call
-
-    for name, original in originals.items():
-        setattr(BlockMover, name, timed("copying" if name == "_copied" else "writing", original))
-    try:
-        yield spent
-    finally:
-        for name, original in originals.items():
-            setattr(BlockMover, name, original)
-
-
 def write_cost(arguments: argparse.Namespace, store: str) -> dict[str, Any]:
     """CPU time of streams that decode at once, and how much of it goes to the store."""
-    params = SamplingParams(temperature=0.0, max_tokens=arguments.new_tokens, ignore_eos=True)
-    with timed_moves() as spent, engine_of(arguments, store) as engine:
+    with cpu_times(MOVES) as spent, engine_of(arguments, store) as engine:
         first_token(engine, prompt_of(0, 64))
         before, began_cpu_s = dict(spent), time.process_time()
-        prompts = [prompt_of(number + 3, STREAM_PROMPT) for number in range(arguments.streams)]
-        handles = [engine.submit_request(prompt, params) for prompt in prompts]
-        for handle in handles:
+        for handle in begin_streams(engine, arguments):
             handle.result()
         took_s = time.process_time() - began_cpu_s
         parts = {name: value - before[name] for name, value in spent.items()}
@@ -124,13 +91,9 @@ def part(arguments: argparse.Namespace, name: str, store: str) -> dict[str, Any]
 
 def main() -> None:
     """Prints both tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--tokens", type=int, default=8000)
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--timeout-s", type=float, default=1800.0, help="of each process")
+    parser = parser_of(__doc__, 8000, 96)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--timeout-s", type=float, default=1800.0, help="of each process")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -155,7 +155,8 @@ def main() -> None:
     rng = random.Random(1)
     prompts = [" ".join(rng.choices(WORDS, k=args.context)) for _ in range(args.streams)]
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=args.tokens, ignore_eos=True)
-    num_blocks = args.streams * (-(-(args.context + args.tokens) // BLOCK) + 4)
+    # words of more than one token, and the output of both runs: no prompt of the first is computed again in the second
+    num_blocks = args.streams * (-(-(5 * args.context // 4 + 2 * args.tokens) // BLOCK) + 4)
     config = HoldfastConfig(
         model=ModelConfig(model=args.model),
         cache=CacheConfig(num_blocks=num_blocks),

@@ -13,8 +13,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.disk_tier import STREAM_PROMPT, first_token, prompt_of
+from benchmarks.decoding_streams import begin_streams, cpu_times, parser_of, prompt_of
+from benchmarks.disk_tier import first_token
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.engine.block_frames import Block
@@ -31,8 +31,9 @@ from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, Tra
 from holdfast.worker.engine.staging import SharedMemory
 from holdfast.worker.engine.tier_mover import KV
 from holdfast.worker.replica.replica import Replica
-from holdfast.worker.sampling_params import SamplingParams
 
+SENDING: dict[tuple[type[Any], str], str] = {(BlockMover, "send"): "copying", (BlockServer, "_serve"): "sending"}
+"""What sending costs: copies on the thread of the steps, and the connections' threads."""
 LASTS_S = 30.0
 LOOPBACK = "127.0.0.1"
 
@@ -58,34 +59,6 @@ def fetch(orders: Connection, names: Sequence[bytes], way: str) -> None:
         orders.send(num_bytes)
 
 
-@contextmanager
-def timed() -> Iterator[dict[str, float]]:
-    """CPU seconds of copies, and of the connections' threads."""
-    spent = {"copying": 0.0, "sending": 0.0}
-    originals: list[tuple[type, str, Callable[..., Any]]] = [
-        (BlockMover, "_copied", BlockMover._copied),
-        (BlockServer, "_serve", BlockServer._serve),
-    ]
-
-    def with_time(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
-            began_s = time.thread_time()
-            try:
-                return original(*given)
-            finally:
-                spent[kind] += time.thread_time() - began_s
-
-        return call
-
-    for kind, (owner, name, original) in zip(spent, originals, strict=True):
-        setattr(owner, name, with_time(kind, original))
-    try:
-        yield spent
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
-
-
 def begin_sending(replica: Replica, names: Sequence[bytes]) -> tuple[int, bytes, bytes]:
     """Begins to send these blocks; the port, and the transfer's number and key."""
     key = TransferKey.fresh(is_encrypted=False)
@@ -104,9 +77,8 @@ def begin_sending(replica: Replica, names: Sequence[bytes]) -> tuple[int, bytes,
 def measure(arguments: argparse.Namespace, way: str) -> dict[str, Any]:
     """CPU time of the streams and of what is sent meanwhile, by one way."""
     prompt = prompt_of(1, arguments.tokens)
-    params = SamplingParams(temperature=0.0, max_tokens=arguments.new_tokens, ignore_eos=True)
     cache = {"num_blocks": arguments.tokens // 16 + 16 * arguments.streams * 2, "kv_transfer_way": way}
-    with timed() as spent, InferenceEngine(arguments.model, {"cache": cache}) as engine:
+    with cpu_times(SENDING) as spent, InferenceEngine(arguments.model, {"cache": cache}) as engine:
         first_token(engine, prompt)
         replica, _ = engine._running()
         size, chain = replica.info.block_size, HashChain("")
@@ -118,9 +90,7 @@ def measure(arguments: argparse.Namespace, way: str) -> dict[str, Any]:
         here.send(begin_sending(replica, names))
         assert here.recv() > 0, "blocks come"
         before, began_cpu_s = dict(spent), time.process_time()
-        handles = [
-            engine.submit_request(prompt_of(number + 3, STREAM_PROMPT), params) for number in range(arguments.streams)
-        ]
+        handles = begin_streams(engine, arguments)
         waiter = threading.Thread(target=lambda: [handle.result() for handle in handles])
         waiter.start()
         num_bytes = num_transfers = 0
@@ -152,11 +122,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser = parser_of(__doc__, 2000, 128)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = [measure(arguments, way) for way in ("tcp", "auto")]

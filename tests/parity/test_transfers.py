@@ -1,9 +1,8 @@
 """Blocks that go from one replica to another change no bit: at 1 and 2 ranks, with states, damaged, cut off."""
 
 import asyncio
-import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,13 @@ import grpc
 import pytest
 
 from holdfast.v1 import engine_pb2_grpc
-from holdfast.worker.cache.sealing import Sealer
+from holdfast.worker.cache.sealing import DIGEST_BYTES, Sealer
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.engine import block_frames, block_sockets, sendings, tier_mover
-from holdfast.worker.engine.block_frames import Block, FrameSender
+from holdfast.worker.engine import block_sockets, sendings, tier_mover
+from holdfast.worker.engine.block_frames import FrameReceiver, FrameSender
 from holdfast.worker.engine.block_sockets import BlockServer
 from holdfast.worker.engine.sendings import Sendings
+from holdfast.worker.engine.staging import StagedFrame
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.replica import block_exchange
 from holdfast.worker.replica.link_server import LinkServer
@@ -212,18 +212,20 @@ def test_over_tls_blocks_are_encrypted_by_a_key_that_the_links_agree_on(folder, 
     ]
     rows: list[bytes] = []
     frames: list[bytes] = []
-    send, take = BlockServer.send, block_frames.receive_into
+    send, come = BlockServer.send, FrameReceiver._come
 
-    def noted_send(self: BlockServer, transfer: bytes, blocks: Sequence[Block]) -> None:
-        rows.extend(row.tobytes() for _, row in blocks)
+    def noted_send(self: BlockServer, transfer: bytes, blocks: StagedFrame) -> None:
+        rows.extend(row.tobytes() for row in blocks.rows)
         send(self, transfer, blocks)
 
-    def noted_take(connection: socket.socket, left: memoryview) -> None:
-        take(connection, left)
-        frames.append(bytes(left))
+    def noted_come(self: FrameReceiver, memory: memoryview) -> Iterator[int]:
+        before = 0
+        for num_there in come(self, memory):
+            frames.append(bytes(memory[before:num_there]))  # before it is decrypted in its place
+            yield (before := num_there)
 
     monkeypatch.setattr(BlockServer, "send", noted_send)
-    monkeypatch.setattr(block_frames, "receive_into", noted_take)
+    monkeypatch.setattr(FrameReceiver, "_come", noted_come)
     with two_replicas(config(folder, None, kv_transfer_way="tcp")) as (first, second):
         told_the_same(first, second, requests[:1], security=links[0])
         assert second.stats().num_received_tokens >= 190
@@ -265,13 +267,13 @@ def test_models_with_windows_are_told_the_same_by_what_another_replica_has(has_d
 
 
 def damage(monkeypatch) -> None:
-    seal = Sealer.seal
+    seal = Sealer.seal_in_place
 
-    def damaged(self: Sealer, name: bytes, data: memoryview):
-        rows, digest = seal(self, name, data)
-        return memoryview(bytes(len(rows))), digest
+    def damaged(self: Sealer, name: bytes, record: memoryview) -> None:
+        seal(self, name, record)
+        record[:-DIGEST_BYTES] = bytes(len(record) - DIGEST_BYTES)
 
-    monkeypatch.setattr(Sealer, "seal", damaged)
+    monkeypatch.setattr(Sealer, "seal_in_place", damaged)
 
 
 def cut(monkeypatch) -> None:

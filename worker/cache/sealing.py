@@ -36,6 +36,8 @@ class Sealer:
 
     kind: bytes = b"XXH3"
     """Part of the blocks' kind, so that blocks with another seal are not found."""
+    before: int = 0
+    """Bytes of a record before its block."""
     overhead: int = DIGEST_BYTES
     """Bytes of a record besides its block."""
 
@@ -51,6 +53,10 @@ class Sealer:
         """Stored form of the data, in parts."""
         return data, _digest(name, data)
 
+    def seal_in_place(self, name: bytes, record: memoryview) -> None:
+        """Completes a record in which the data is at its place already."""
+        record[-DIGEST_BYTES:] = _digest(name, record[:-DIGEST_BYTES])
+
     def unseal(self, name: bytes, record: memoryview) -> memoryview:
         """The block: a part of the record, which is decrypted in place if it can be written to. Raises
         `WrongDigestError`.
@@ -63,6 +69,9 @@ class Sealer:
 
 class KeySealer(Sealer):
     """Encryption by a key of 32 bytes."""
+
+    before = _NONCE_BYTES
+    overhead = MAX_OVERHEAD
 
     def __init__(self, key: bytes) -> None:
         """Raises `ConfigurationError` where the package `cryptography` is not installed."""
@@ -77,7 +86,6 @@ class KeySealer(Sealer):
                 "cache.kv_offload_key_file: needs the package cryptography; install holdfast[encryption]"
             ) from error
         self._invalid = InvalidTag
-        self.overhead = MAX_OVERHEAD
         self._blocks = AESGCM(_subkey(key, b"blocks"))
         self._names = Cipher(AES(_subkey(key, b"names")), ECB())
         self.kind = _subkey(key, b"kind")
@@ -93,6 +101,10 @@ class KeySealer(Sealer):
     def seal(self, name: bytes, data: memoryview) -> Sequence[memoryview | bytes]:
         nonce = os.urandom(_NONCE_BYTES)
         return nonce, self._blocks.encrypt(nonce, data, name)
+
+    def seal_in_place(self, name: bytes, record: memoryview) -> None:
+        record[:_NONCE_BYTES] = nonce = os.urandom(_NONCE_BYTES)
+        self._blocks.encrypt_into(nonce, record[_NONCE_BYTES:-DIGEST_BYTES], name, record[_NONCE_BYTES:])
 
     def unseal(self, name: bytes, record: memoryview) -> memoryview:
         data = record[_NONCE_BYTES:-DIGEST_BYTES]

@@ -7,18 +7,19 @@ their frame's head, or lie in a slot of the sender's staging memory, from which 
 The receiver says once it has read a slot; records that are larger than a slot, or find none, follow the head.
 """
 
+import select
 import socket
 import struct
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.worker.cache.sealing import Sealer
-from holdfast.worker.engine.staging import Reader, Staging
+from holdfast.worker.engine.staging import Reader, StagedFrame, Staging
 
 LARGEST_FRAME: Final = 1 << 30  # bytes
 HEAD: Final = struct.Struct("<IQi")
@@ -27,6 +28,12 @@ IN_LINE: Final = -1
 MAX_SLOTS: Final = 4
 """Slots that a connection holds at a time."""
 
+PORTION_BYTES: Final = 2 << 20
+"""Sealed and sent at a time: a core's cache still has most of it when the kernel copies it."""
+WAKE_BYTES: Final = 1 << 20
+"""A receiver that waits for more is woken for so many: being woken for a few takes a third of its CPU time."""
+MIN_AWAITED: Final = 1 << 16
+"""Fewer bytes are waited for as they come."""
 _MAX_PARTS: Final = 512
 """Parts of one call: Linux takes 1,024."""
 _FREE: Final = b"\x01"
@@ -39,74 +46,95 @@ Record = Sequence[memoryview | bytes]
 class FrameSender:
     """The sending end of one connection. Used by one thread."""
 
-    def __init__(self, connection: socket.socket, sealer: Sealer, staging: Staging | None) -> None:
-        """`staging`: memory from which the receiver reads; None: all records follow their heads."""
+    def __init__(self, connection: socket.socket, sealer: Sealer, staging: Staging, *, is_read: bool) -> None:
+        """`is_read`: whether the receiver reads the staging memory; else all records follow their heads."""
         self._connection = connection
         self._sealer = sealer
         self._staging = staging
+        self._is_read = is_read
         self._slots: deque[int] = deque()
         """Slots that the receiver has not read yet, in order."""
 
-    def send(self, blocks: Sequence[Block]) -> None:
-        """Sends blocks. Raises OSError, and EOFError where the receiver has left."""
-        batch: list[Block] = []
-        for block in blocks if self._staging is not None else ():
-            if batch and not self._fits([*batch, block]):
-                self._stage(batch)
-                batch = []
-            batch.append(block)
-        if batch:
-            self._stage(batch)
-        elif self._staging is None:
+    def send(self, blocks: Sequence[Block] | StagedFrame) -> None:
+        """Sends blocks, and gives their slot back in time. Raises OSError, and EOFError where the receiver has left."""
+        if isinstance(blocks, StagedFrame):
+            self._send_staged(blocks)
+        elif not self._is_read:
             self._send_in_line(blocks)
+        else:
+            for batch in self._batches(blocks):
+                while len(self._slots) >= MAX_SLOTS:
+                    self._await_one()
+                self._stage(batch)
 
     def end(self) -> None:
         """Says that nothing more comes, and waits until all slots are read."""
         self._connection.sendall(HEAD.pack(0, 0, IN_LINE))
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits until all slots are read."""
         while self._slots:
             self._await_one()
 
     def close(self) -> None:
         """Gives its slots back."""
-        while self._slots and self._staging is not None:
+        while self._slots:
             self._staging.give_back(self._slots.popleft())
 
-    def _fits(self, blocks: Sequence[Block]) -> bool:
-        assert self._staging is not None, "it has slots"
-        return sum(len(row) + self._sealer.overhead for _, row in blocks) <= self._staging.slot_bytes
+    def _batches(self, blocks: Sequence[Block]) -> Iterator[list[Block]]:
+        """Blocks that fit in a slot together."""
+        batch: list[Block] = []
+        num_bytes = 0
+        for block in blocks:
+            length = len(block[1]) + self._sealer.overhead
+            if batch and num_bytes + length > self._staging.slot_bytes:
+                yield batch
+                batch, num_bytes = [], 0
+            batch.append(block)
+            num_bytes += length
+        if batch:
+            yield batch
 
     def _stage(self, blocks: Sequence[Block]) -> None:
         """One frame in a slot, if they fit in one and one is free."""
-        staging = self._staging
-        while len(self._slots) >= MAX_SLOTS:
-            self._await_one()
-        slot = staging.take() if staging is not None and self._fits(blocks) else None
-        if staging is None or slot is None:
+        frame = self._staging.frame([(name, len(row)) for name, row in blocks], type(self._sealer))
+        if frame is None:
             self._send_in_line(blocks)
             return
-        self._slots.append(slot)
-        memory, at, lengths = staging.slot(slot), 0, []
-        for name, row in blocks:
-            record = self._sealer.seal(name, row.data)
-            for part in record:
-                memory[at : at + len(part)] = np.frombuffer(part, np.uint8)
-                at += len(part)
-            lengths.append(sum(map(len, record)))
-        self._connection.sendall(_head(lengths, slot))
+        for place, (_, row) in zip(frame.rows, blocks, strict=True):
+            np.copyto(place, row)
+        self._send_staged(frame)
+
+    def _send_staged(self, frame: StagedFrame) -> None:
+        self._slots.append(frame.slot)
+        for name, record in zip(frame.names, frame.records, strict=True):
+            self._sealer.seal_in_place(name, record.data)
+        if self._is_read:
+            while len(self._slots) > MAX_SLOTS:
+                self._await_one()
+            self._connection.sendall(_head(frame.lengths, frame.slot))
+        else:
+            _send_parts(self._connection, [_head(frame.lengths, IN_LINE), frame.memory.data])
+            self._staging.give_back(self._slots.pop())
 
     def _await_one(self) -> None:
         """The receiver has read the first slot."""
-        assert self._staging is not None, "it has slots"
         received(self._connection, len(_FREE))
         self._staging.give_back(self._slots.popleft())
 
     def _send_in_line(self, blocks: Sequence[Block]) -> None:
-        """All of it by few calls of the kernel: one for each block would take a third more CPU time."""
-        records = [self._sealer.seal(name, row.data) for name, row in blocks]
-        head = _head([sum(map(len, record)) for record in records], IN_LINE)
-        parts = [head, *(part for record in records for part in record)]
-        for first in range(0, len(parts), _MAX_PARTS):
-            _send_parts(self._connection, parts[first : first + _MAX_PARTS])
+        """Sends blocks behind their head, by one call of the kernel for each portion."""
+        parts: list[memoryview | bytes] = [_head([len(row) + self._sealer.overhead for _, row in blocks], IN_LINE)]
+        num_bytes = 0
+        for name, row in blocks:
+            parts += self._sealer.seal(name, row.data)
+            num_bytes += len(row)
+            if num_bytes >= PORTION_BYTES or len(parts) >= _MAX_PARTS:
+                _send_parts(self._connection, parts)
+                parts, num_bytes = [], 0
+        if parts:
+            _send_parts(self._connection, parts)
 
 
 class FrameMemory:
@@ -130,13 +158,22 @@ class FrameReceiver:
     """The receiving end of one connection. Used by one thread."""
 
     def __init__(
-        self, connection: socket.socket, sealer: Sealer, names: Sequence[bytes], reader: Reader | None
+        self,
+        connection: socket.socket,
+        sealer: Sealer,
+        names: Sequence[bytes],
+        reader: Reader | None,
+        stall_s: float,
     ) -> None:
-        """`names` are those of the blocks in order; `reader` reads the sender's slots."""
+        """`names` are those of the blocks in order; `reader` reads the sender's slots. `stall_s`: the longest wait."""
         self._connection = connection
         self._sealer = sealer
         self._names = names
         self._reader = reader
+        self._stall_s = stall_s
+        self._waiting = select.poll()
+        self._waiting.register(connection, select.POLLIN)
+        self._wakes_for = 1
         self._num_received = 0
         self._memory = FrameMemory()
 
@@ -149,6 +186,7 @@ class FrameReceiver:
         """The next blocks; None at the end. Raises `WrongDigestError`, OSError, EOFError, or ValueError for a malformed
         message.
         """
+        self._wake_for(1)
         count, num_bytes, slot = HEAD.unpack(received(self._connection, HEAD.size))
         if not count:
             return None
@@ -160,19 +198,44 @@ class FrameReceiver:
             raise ValueError("the lengths of a frame are not its own")
         frame = self._memory.frame(num_bytes)
         if slot == IN_LINE:
-            receive_into(self._connection, frame.data)
+            come = self._come(frame.data)
         elif self._reader is None:
             raise ValueError("a frame in a slot, where no memory is read")
         else:
-            self._reader.read(slot, frame)
-            self._connection.sendall(_FREE)
+            come = self._reader.read(slot, frame)
         self._num_received += count
-        return self._unsealed(names, lengths, frame.data)
+        blocks = self._unsealed(names, lengths, frame.data, come)
+        if slot != IN_LINE:
+            self._connection.sendall(_FREE)
+        return blocks
 
-    def _unsealed(self, names: Sequence[bytes], lengths: Sequence[int], frame: memoryview) -> list[Block]:
+    def _come(self, memory: memoryview) -> Iterator[int]:
+        """Fills this memory from the connection; says how many bytes are there, each time that there are more."""
+        num_there = 0
+        while (num_left := len(memory) - num_there) >= MIN_AWAITED:
+            self._wake_for(min(WAKE_BYTES, num_left))
+            self._waiting.poll(1e3 * self._stall_s)
+            num_there += _checked(self._connection.recv_into(memory[num_there:], 0, socket.MSG_DONTWAIT))
+            yield num_there
+        self._wake_for(1)
+        receive_into(self._connection, memory[num_there:])
+        yield len(memory)
+
+    def _wake_for(self, num_bytes: int) -> None:
+        """From now on who waits is woken once so many bytes are there, or as many as the kernel keeps."""
+        if num_bytes != self._wakes_for:
+            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._wakes_for = num_bytes
+
+    def _unsealed(
+        self, names: Sequence[bytes], lengths: Sequence[int], frame: memoryview, come: Iterator[int]
+    ) -> list[Block]:
+        """Each record once it has come, while a core's cache has it. `come`: bytes of the frame that are there."""
         blocks: list[Block] = []
-        at = 0
+        at = num_there = 0
         for name, length in zip(names, lengths, strict=True):
+            while num_there < at + length:
+                num_there = next(come)
             blocks.append((name, np.frombuffer(self._sealer.unseal(name, frame[at : at + length]), np.uint8)))
             at += length
         return blocks
@@ -188,10 +251,13 @@ def received(connection: socket.socket, num_bytes: int) -> bytes:
 def receive_into(connection: socket.socket, left: memoryview) -> None:
     """Fills this memory. Raises like `received`."""
     while left:
-        count = connection.recv_into(left, 0, socket.MSG_WAITALL)
-        if not count:
-            raise EOFError("the other replica has closed the connection")
-        left = left[count:]
+        left = left[_checked(connection.recv_into(left, 0, socket.MSG_WAITALL)) :]
+
+
+def _checked(count: int) -> int:
+    if not count:
+        raise EOFError("the other replica has closed the connection")
+    return count
 
 
 def _head(lengths: Sequence[int], slot: int) -> bytes:

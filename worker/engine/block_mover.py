@@ -19,7 +19,7 @@ import numpy as np
 
 from holdfast.worker.cache.sealing import MAX_OVERHEAD, WrongDigestError
 from holdfast.worker.engine.block_frames import Block
-from holdfast.worker.engine.block_sockets import BlockServer
+from holdfast.worker.engine.block_sockets import BlockServer, TransferKey
 from holdfast.worker.engine.incoming_blocks import IncomingBlocks, Taker, Transfer
 from holdfast.worker.engine.staging import Way
 from holdfast.worker.engine.tier_mover import KV, MoverCounts, MoverEvents, Place, Store
@@ -80,7 +80,7 @@ class BlockMover:
         self._failing: set[str] = set()  # operations that failed the last time
         self._paused_until = 0.0
         self._server: BlockServer | None = None
-        self._transfers: dict[int, list[bytes]] = {}  # outgoing ones, by the leader's number
+        self._transfers: dict[int, Sequence[Taker]] = {}  # outgoing ones, by the leader's number
         self._thread = threading.Thread(target=self._work, name="holdfast-blocks", daemon=True)
         self._measure()
 
@@ -178,28 +178,45 @@ class BlockMover:
     def offer(self, number: int, takers: Sequence[Taker]) -> None:
         """Opens a transfer to another replica, to these ranks of it, which the leader calls by this number."""
         assert self._server is not None, "it listens before it offers"
-        self._transfers[number] = [key.transfer for key, _ in takers]
+        self._transfers[number] = takers
         for key, cut in takers:
             self._server.offer(key, cut)
 
     def send(self, number: int, places: Sequence[Place]) -> None:
         """Copies these blocks, to be sent in this order. No places: nothing more comes."""
-        transfers = self._transfers.get(number)
-        if transfers is None or self._server is None:
+        takers = self._transfers.get(number)
+        if takers is None or self._server is None:
             return
-        if places and self._server.staged_bytes < MAX_STAGED_BYTES:
-            blocks = self._copied(places) if transfers else []
-            for transfer in transfers:
-                self._server.send(transfer, blocks)
-        else:
-            for transfer in transfers:
-                self._server.end(transfer)
+        if not places or self._server.staged_bytes >= MAX_STAGED_BYTES:
+            for key, _ in takers:
+                self._server.end(key.transfer)
             del self._transfers[number]
+        elif len(takers) == 1 and takers[0].cut is None:
+            self._send_staged(self._server, takers[0].key, places)
+        else:
+            blocks = self._copied(places) if takers else []
+            for key, _ in takers:
+                self._server.send(key.transfer, blocks)
+
+    def _send_staged(self, server: BlockServer, key: TransferKey, places: Sequence[Place]) -> None:
+        """Copies these blocks to where their connection sends them from, or elsewhere where no room is there."""
+        for kind, pool in self._pools.items():
+            left = [one for one in places if one[0].startswith(kind)]
+            while left:
+                began_s = time.thread_time()
+                frame = server.frame(key, [name for name, _ in left], pool.row_bytes)
+                if frame is None:
+                    server.send(key.transfer, self._copied(left))
+                    break
+                some, left = left[: len(frame.names)], left[len(frame.names) :]
+                pool.read([place for _, place in some], frame.rows)
+                server.send(key.transfer, frame)
+                self.counts.note("copy_s_per_byte", began_s, time.thread_time(), frame.num_bytes)
 
     def sends_room(self, number: int) -> bool | None:
         """Whether more may be sent; None: the other side wants nothing more."""
-        transfers = self._transfers.get(number)
-        if not transfers or self._server is None or not all(map(self._server.is_open, transfers)):
+        takers = self._transfers.get(number)
+        if not takers or self._server is None or not all(self._server.is_open(key.transfer) for key, _ in takers):
             return None
         return self._server.has_room
 
@@ -231,7 +248,7 @@ class BlockMover:
         for kind, pool in self._pools.items():
             own = [(name, place) for name, place in places if name.startswith(kind) and name in found]
             if own:
-                pool.write([place for _, place in own], np.stack([found[name] for name, _ in own]))
+                pool.write([place for _, place in own], [found[name] for name, _ in own])
         return [name in found for name, _ in places]
 
     # --- its own thread ---
@@ -376,8 +393,9 @@ class BlockMover:
             self._events.on_failed(fetch.ticket)
 
     def _note_sent(self) -> None:
-        if self._server is not None:
-            self.counts.num_sent_bytes = self._server.num_sent_bytes
+        with self._changed:
+            if self._server is not None:
+                self.counts.note_sent(self._server.num_sent_bytes, self._server.sending_s)
         if self._events is not None:
             self._events.on_written()
 

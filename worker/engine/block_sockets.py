@@ -22,15 +22,15 @@ from typing import Final, NamedTuple
 
 from holdfast.worker.cache.sealing import KeySealer, Sealer, WrongDigestError
 from holdfast.worker.engine.block_frames import Block, FrameReceiver, FrameSender, received
-from holdfast.worker.engine.staging import Reader, Staging, Way, offer_of, reader_of
+from holdfast.worker.engine.staging import Reader, StagedFrame, Staging, Way, offer_of, reader_of
 from holdfast.worker.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
 TRANSFER_BYTES: Final = 16
 KEY_BYTES: Final = 32
-STAGED_BYTES: Final = 32 << 20
-"""Most bytes of rows that are copied and not sent yet, or one call's rows."""
+STAGED_BYTES: Final = 16 << 20
+"""Most bytes of rows that are copied and not sent yet, besides one call's rows: a part of the staging memory."""
 HANDSHAKE_S: Final = 5.0
 """Time limit of a connection's hello, by when its transfer must be known."""
 STALL_S: Final = 10.0
@@ -42,7 +42,6 @@ _HELLO: Final = struct.Struct(f"<4s{TRANSFER_BYTES}s32s")
 _OFFER: Final = struct.Struct("<I")
 _LARGEST_OFFER: Final = 1 << 20  # bytes
 _READS, _READS_NOT = b"\x01", b"\x00"
-_SOCKET_BYTES: Final = 4 << 20
 
 
 class TransferKey(NamedTuple):
@@ -63,6 +62,11 @@ class TransferKey(NamedTuple):
         return TransferKey(made[:TRANSFER_BYTES], made[-KEY_BYTES:], self.is_encrypted)
 
     @property
+    def form(self) -> type[Sealer]:
+        """Form of its records: what they have besides their blocks."""
+        return KeySealer if self.is_encrypted else Sealer
+
+    @property
     def sealer(self) -> Sealer:
         return KeySealer(self.key) if self.is_encrypted else Sealer()
 
@@ -78,7 +82,7 @@ class _Outgoing:
     def __init__(self, key: TransferKey, cut: Callable[[Block], Block] | None) -> None:
         self.key = key
         self.cut = cut
-        self.frames: deque[list[Block]] = deque()
+        self.frames: deque[list[Block] | StagedFrame] = deque()
         self.is_ended = False
         self.is_connected = False
         self.offered_s = time.monotonic()
@@ -100,7 +104,7 @@ class BlockServer:
         Raises OSError.
         """
         self._way = way
-        self._staging = None if way is None else Staging(largest_bytes)
+        self._staging = Staging(largest_bytes)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
         self.port: int = self._listener.getsockname()[1]
@@ -111,6 +115,8 @@ class BlockServer:
         self._closed = False
         self.staged_bytes = 0
         self.num_sent_bytes = 0
+        self.sending_s = 0.0
+        """CPU time of its connections, which digests take too."""
         threading.Thread(target=self._accept, name="holdfast-block-server", daemon=True).start()
 
     @property
@@ -124,12 +130,19 @@ class BlockServer:
             self._open[key.transfer] = _Outgoing(key, cut)
             self._changed.notify_all()
 
-    def send(self, transfer: bytes, blocks: Sequence[Block]) -> None:
-        """Sends blocks next. A transfer that is over takes none."""
+    def frame(self, key: TransferKey, names: Sequence[bytes], row_bytes: int) -> StagedFrame | None:
+        """Memory for as many of these blocks as fit, to be sent by this key and whole; None: there is none."""
+        count = self._staging.slot_bytes // (row_bytes + key.form.overhead)
+        return self._staging.frame([(name, row_bytes) for name in names[:count]], key.form) if count else None
+
+    def send(self, transfer: bytes, blocks: Sequence[Block] | StagedFrame) -> None:
+        """Sends blocks next; their frame is not the caller's any longer. A transfer that is over takes none."""
         with self._changed:
             outgoing = self._open.get(transfer)
-            if outgoing is not None and blocks:
-                outgoing.frames.append(list(blocks))
+            if outgoing is None:
+                self._give_back(blocks)
+            elif isinstance(blocks, StagedFrame) or blocks:
+                outgoing.frames.append(blocks if isinstance(blocks, StagedFrame) else list(blocks))
                 self.staged_bytes += _size(blocks)
                 self._changed.notify_all()
 
@@ -157,8 +170,7 @@ class BlockServer:
             _shut(connection)
         _shut(self._listener)
         self._listener.close()
-        if self._staging is not None:
-            self._staging.close()
+        self._staging.close()
 
     # --- its threads ---
 
@@ -183,7 +195,6 @@ class BlockServer:
         transfer: bytes | None = None
         try:
             connection.settimeout(HANDSHAKE_S)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
             magic, asked, mac = _HELLO.unpack(received(connection, _HELLO.size))
             outgoing = self._taken(asked) if magic == _MAGIC else None
             if outgoing is None:
@@ -192,7 +203,7 @@ class BlockServer:
                 outgoing.is_connected = False
                 return
             transfer = asked
-            _limit_stalls(connection)
+            _tune(connection)
             self._send_all(connection, outgoing)
         except (OSError, EOFError) as error:
             logger.info("blocks were not sent to the end: %s", error)
@@ -216,33 +227,44 @@ class BlockServer:
             return outgoing
 
     def _send_all(self, connection: socket.socket, outgoing: _Outgoing) -> None:
-        frames = FrameSender(connection, outgoing.key.sealer, self._offered(connection))
+        sealer, is_read = outgoing.key.sealer, self._is_read(connection)
+        frames = FrameSender(connection, sealer, self._staging, is_read=is_read)
+        noted_s = 0.0  # of this thread, which began with the connection
         try:
-            while (blocks := self._next_blocks(outgoing)) is not None:
-                sent = blocks if outgoing.cut is None else [outgoing.cut(block) for block in blocks]
-                frames.send(sent)
-                with self._changed:
-                    if outgoing.frames:  # else it was closed meanwhile
-                        outgoing.frames.popleft()
+            while (blocks := self._next_blocks(outgoing, frames)) is not None:
+                num_sent = 0
+                try:
+                    sent = blocks
+                    if outgoing.cut is not None and not isinstance(blocks, StagedFrame):
+                        sent = [outgoing.cut(block) for block in blocks]
+                    frames.send(sent)
+                    num_sent = _size(sent)
+                finally:
+                    with self._changed:
                         self.staged_bytes -= _size(blocks)
-                        self.num_sent_bytes += _size(sent)
+                        self.num_sent_bytes += num_sent
+                        self.sending_s += (now_s := time.thread_time()) - noted_s
+                        noted_s = now_s
+                        self._changed.notify_all()
                 self._tell_of_room()
             if not self._closed:
                 frames.end()
         finally:
             frames.close()
 
-    def _offered(self, connection: socket.socket) -> Staging | None:
-        """The staging memory, if the receiver reads it."""
+    def _is_read(self, connection: socket.socket) -> bool:
+        """Whether the receiver reads the staging memory."""
         offer = offer_of(self._way, self._staging)
         connection.sendall(_OFFER.pack(len(offer)) + offer)
-        return self._staging if offer and received(connection, 1) == _READS else None
+        return bool(offer) and received(connection, 1) == _READS
 
-    def _next_blocks(self, outgoing: _Outgoing) -> list[Block] | None:
-        """The next blocks to send; None at the end."""
+    def _next_blocks(self, outgoing: _Outgoing, frames: FrameSender) -> list[Block] | StagedFrame | None:
+        """The next blocks to send, which are the connection's from now on; None at the end."""
+        if not outgoing.frames:
+            frames.settle()  # no slot waits with it
         with self._changed:
             self._changed.wait_for(lambda: self._closed or outgoing.is_ended or bool(outgoing.frames))
-            return outgoing.frames[0] if outgoing.frames and not self._closed else None
+            return outgoing.frames.popleft() if outgoing.frames and not self._closed else None
 
     def _forget_missed(self) -> None:
         """No peer has connected for these transfers."""
@@ -259,8 +281,14 @@ class BlockServer:
     def _forget(self, transfer: bytes) -> None:
         outgoing = self._open.pop(transfer, None)
         if outgoing is not None:
-            self.staged_bytes -= sum(map(_size, outgoing.frames))
-            outgoing.frames.clear()
+            while outgoing.frames:
+                blocks = outgoing.frames.popleft()
+                self.staged_bytes -= _size(blocks)
+                self._give_back(blocks)
+
+    def _give_back(self, blocks: Sequence[Block] | StagedFrame) -> None:
+        if isinstance(blocks, StagedFrame):
+            self._staging.give_back(blocks.slot)
 
 
 class BlockReceiver:
@@ -303,9 +331,8 @@ class BlockReceiver:
         try:
             with socket.create_connection(self._address, HANDSHAKE_S) as connection:
                 self._connection = connection
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BYTES)
                 connection.sendall(self._key.hello())
-                _limit_stalls(connection)
+                _tune(connection)
                 self._receive(connection)
         except BlockingIOError:  # the kernel's word for the end of a wait
             error = None if self._closed else TimeoutError(f"nothing came for {STALL_S:g} s")
@@ -317,7 +344,7 @@ class BlockReceiver:
         sealer = self._key.sealer
         reader = self._reader(connection)
         try:
-            frames = FrameReceiver(connection, sealer, self._names, reader)
+            frames = FrameReceiver(connection, sealer, self._names, reader, STALL_S)
             while not self._closed and not frames.is_complete:
                 blocks = frames.next()
                 if blocks is None or not self._on_blocks(blocks):
@@ -338,10 +365,13 @@ class BlockReceiver:
         return reader
 
 
-def _limit_stalls(connection: socket.socket) -> None:
-    """Waits of `STALL_S` at most, kept by the kernel: a timeout of Python's costs a `poll` for each call, and lets the
+def _tune(connection: socket.socket) -> None:
+    """Sends words at once, even if those before are not confirmed: each end waits for the other's.
+
+    Waits of `STALL_S` at most, kept by the kernel: a timeout of Python's costs a `poll` for each call, and lets the
     kernel move less by one, which takes a third of the throughput over loopback.
     """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.settimeout(None)
     limit = struct.pack("@ll", int(STALL_S), int(STALL_S % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -353,5 +383,5 @@ def _shut(end: socket.socket) -> None:
         end.shutdown(socket.SHUT_RDWR)
 
 
-def _size(blocks: Sequence[Block]) -> int:
-    return sum(len(row) for _, row in blocks)
+def _size(blocks: Sequence[Block] | StagedFrame) -> int:
+    return blocks.num_bytes if isinstance(blocks, StagedFrame) else sum(len(row) for _, row in blocks)

@@ -6,6 +6,7 @@ import base64
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final
 
@@ -84,7 +85,7 @@ class _NixlReader:
         self._landing = np.empty(slot_bytes, np.uint8)
         self._registered = nixl.agent.register_memory([(self._landing.ctypes.data, slot_bytes, 0, "")], _HOST_MEMORY)
 
-    def read(self, slot: int, into: NDArray[np.uint8]) -> None:
+    def read(self, slot: int, into: NDArray[np.uint8]) -> Iterator[int]:
         check_slot(slot, len(into), self._slot_bytes, self._num_bytes)
         try:
             state = self._read(self._address + slot * self._slot_bytes, len(into))
@@ -93,6 +94,7 @@ class _NixlReader:
         if state != "DONE":
             raise OSError(f"NIXL has read nothing for {READ_S:g} s" if state == "PROC" else "a read by NIXL has failed")
         np.copyto(into, self._landing[: len(into)])
+        yield len(into)
 
     def _read(self, address: int, num_bytes: int) -> str:
         agent, lock = self._nixl.agent, self._nixl.lock

@@ -14,7 +14,7 @@ from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.engine.tier_mover import KV, STATE, Mover, Place, TierShape
 
 SHARE: Final = 0.03
-"""Share of the steps' time that copying blocks for other replicas may cost them, except for one piece each time."""
+"""Share of the steps' time that blocks for other replicas may cost them: copies, digests and sending."""
 LEAVING_SHARE: Final = 0.1
 """The same on a replica that leaves: its requests run on until their blocks are elsewhere."""
 MAX_BUDGET_S: Final = 0.1
@@ -130,7 +130,8 @@ class Sendings:
 
     def _next_places(self, sending: Sending, is_idle: bool) -> list[Place]:
         """The next blocks to copy, one piece at most; none if the steps leave no time, or none is here."""
-        each_s = self._mover.counts.copy_s_per_byte
+        counts = self._mover.counts
+        each_s = counts.copy_s_per_byte + counts.send_s_per_byte / self._shape.num_threads
         names = sending.names[sending.num_sent : sending.num_sent + self._shape.piece]
         if not is_idle:
             num_bytes = min(MIN_BYTES, sum(map(self._shape.bytes_of, names)))
@@ -145,7 +146,7 @@ class Sendings:
             places.append((name, place))
             spent_s += self._shape.bytes_of(name) * each_s
         if not is_idle:
-            self._budget_s = max(0.0, self._budget_s - spent_s)
+            self._budget_s -= spent_s  # what is beyond it, the next steps pay
         return places
 
     def _place_of(self, name: bytes) -> int | None:

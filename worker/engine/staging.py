@@ -13,18 +13,24 @@ import mmap
 import os
 import secrets
 from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.worker.cache.sealing import Sealer
+
 logger = logging.getLogger(__name__)
 
-SLOT_BYTES: Final = 1 << 20
+SLOT_BYTES: Final = 2 << 20
 """Slots are as large, or as large as the largest block."""
 MAX_SLOT_BYTES: Final = 8 << 20
 """Larger blocks go over the connection."""
 STAGING_BYTES: Final = 32 << 20
+PORTION_BYTES: Final = 256 << 10
+"""Read at a time: a core's cache still has it when its digest is checked."""
 _PAGE_BYTES: Final = 4096
 TAG_BYTES: Final = 32
 _NAME: Final = "holdfast-blocks"
@@ -54,6 +60,12 @@ class Staging:
         except IndexError:
             return None
 
+    def frame(self, blocks: Sequence[tuple[bytes, int]], form: type[Sealer]) -> "StagedFrame | None":
+        """A frame for blocks of these names and bytes of rows, in a slot; None: they do not fit, or none is free."""
+        if sum(num_bytes + form.overhead for _, num_bytes in blocks) > self.slot_bytes or (slot := self.take()) is None:
+            return None
+        return StagedFrame(self, slot, blocks, form)
+
     def give_back(self, slot: int) -> None:
         self._free.append(slot)
 
@@ -71,11 +83,39 @@ class Staging:
         os.close(self.file)
 
 
+class StagedFrame:
+    """Blocks in a slot, as records one after the other, which are not sealed yet."""
+
+    def __init__(self, staging: Staging, slot: int, blocks: Sequence[tuple[bytes, int]], form: type[Sealer]) -> None:
+        """`blocks`: names, and bytes of rows. `form`: what else a record has."""
+        self.slot = slot
+        self.names = [name for name, _ in blocks]
+        self.lengths = [num_bytes + form.overhead for _, num_bytes in blocks]
+        """Bytes of each record."""
+        self.memory = staging.slot(slot)[: sum(self.lengths)]
+        ends = accumulate(self.lengths)
+        self.records = [self.memory[end - length : end] for end, length in zip(ends, self.lengths, strict=True)]
+        self._form = form
+
+    @property
+    def rows(self) -> list[NDArray[np.uint8]]:
+        """Places of the blocks' rows."""
+        first, after = self._form.before, self._form.overhead - self._form.before
+        return [record[first : len(record) - after] for record in self.records]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of rows."""
+        return self.memory.size - self._form.overhead * len(self.names)
+
+
 class Reader(Protocol):
     """Reads the slots of one sender's staging memory, for one connection."""
 
-    def read(self, slot: int, into: NDArray[np.uint8]) -> None:
-        """Copies the first bytes of a slot. Raises OSError, and ValueError if the slot does not have them."""
+    def read(self, slot: int, into: NDArray[np.uint8]) -> Iterator[int]:
+        """Copies the first bytes of a slot; says how many are there, each time that there are more. Raises OSError, and
+        ValueError if the slot does not have them.
+        """
         ...
 
     def close(self) -> None:
@@ -145,10 +185,13 @@ class _MappedSlots:
         self._memory = np.frombuffer(memory, np.uint8)[:-TAG_BYTES]
         self._slot_bytes = slot_bytes
 
-    def read(self, slot: int, into: NDArray[np.uint8]) -> None:
+    def read(self, slot: int, into: NDArray[np.uint8]) -> Iterator[int]:
         check_slot(slot, len(into), self._slot_bytes, len(self._memory))
         first = slot * self._slot_bytes
-        np.copyto(into, self._memory[first : first + len(into)])
+        for at in range(0, len(into), PORTION_BYTES):
+            some = into[at : at + PORTION_BYTES]
+            np.copyto(some, self._memory[first + at : first + at + len(some)])
+            yield at + len(some)
 
     def close(self) -> None:
         """The mapping goes with the last reference."""

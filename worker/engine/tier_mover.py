@@ -78,6 +78,7 @@ class MovingCounts(Protocol):
 
     copy_s_per_byte: float
     write_s_per_byte: float
+    send_s_per_byte: float
     read_s_per_byte: float
     received_bytes_per_s: Mapping[str, float]
     num_blocks: int
@@ -202,6 +203,9 @@ class MoverCounts:
         """CPU time of the thread of the steps; measured."""
         self.write_s_per_byte = 1e-9
         """CPU time of the mover's thread; measured."""
+        self.send_s_per_byte = 2e-10
+        """CPU time of the connections' threads, for blocks that go to other replicas; measured."""
+        self._sending_s = 0.0
         self.received_bytes_per_s: Mapping[str, float] = {"": 1e9}
         """Speed of transfers by the other replica's host, and of all by the name ""; measured."""
         self.num_received_bytes = 0
@@ -212,6 +216,11 @@ class MoverCounts:
         if num_bytes:
             old = getattr(self, name)
             setattr(self, name, old + _WEIGHT * ((ended_s - began_s) / num_bytes - old))
+
+    def note_sent(self, num_bytes: int, sending_s: float) -> None:
+        """Takes in how many bytes were sent until now, and their CPU time."""
+        self.note("send_s_per_byte", self._sending_s, sending_s, num_bytes - self.num_sent_bytes)
+        self.num_sent_bytes, self._sending_s = num_bytes, sending_s
 
     def note_speed(self, host: str, lasted_s: float, num_bytes: int) -> None:
         """Takes a transfer from a host into the speeds."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,21 +23,24 @@ class DeviceBlocks:
         self.row_bytes = sum(self._lengths)
         self._staged = self._host_memory(0)
 
-    def read(self, block_ids: Sequence[int]) -> Bytes:
-        """A copy of these blocks, [N, row_bytes]."""
+    def read(self, block_ids: Sequence[int], into: Sequence[Bytes] | None = None) -> Sequence[Bytes]:
+        """A copy of these blocks, rows of `row_bytes`; `into`: where it is made."""
         ids = torch.tensor(block_ids, device=self._device)
         parts = [pool.index_select(1, ids).transpose(0, 1).flatten(1) for pool in self._pools]
         staged = self._rows(len(block_ids))
         staged.copy_(torch.cat(parts, dim=1), non_blocking=True)
         self._wait()
-        rows: Bytes = staged.numpy().copy()
+        rows = list(np.empty(staged.shape, np.uint8)) if into is None else into
+        for row, found in zip(rows, staged.numpy(), strict=True):
+            row[:] = found
         return rows
 
-    def write(self, block_ids: Sequence[int], rows: Bytes) -> None:
-        """Overwrites the content of these blocks with rows [N, row_bytes]. The ids differ from each other."""
+    def write(self, block_ids: Sequence[int], rows: Sequence[Bytes]) -> None:
+        """Overwrites the content of these blocks with rows of `row_bytes`. The ids differ from each other."""
         ids = torch.tensor(block_ids, device=self._device)
         staged = self._rows(len(block_ids))
-        staged.numpy()[:] = rows
+        for place, row in zip(staged.numpy(), rows, strict=True):
+            place[:] = row
         given = staged.to(self._device, non_blocking=True)
         for pool, part in zip(self._pools, torch.split(given, self._lengths, dim=1), strict=True):
             pool.index_copy_(1, ids, part.reshape(len(part), pool.shape[0], pool.shape[2]).transpose(0, 1))

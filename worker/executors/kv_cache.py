@@ -201,48 +201,20 @@ def _two_to(power: Tensor) -> Tensor:
     return ((power.long() + 1023) << 52).view(torch.float64)
 
 
-class BlockBytes:
-    """A pool of blocks whose layers lie apart: one row of bytes for each block, its layers one after the other."""
-
-    def __init__(self, layers: Sequence[Bytes]) -> None:
-        """Takes the bytes of each layer [num_blocks, bytes of a block], as they lie in memory."""
-        self._layers = [layer for layer in layers if layer.shape[1]]
-        self.row_bytes = sum(layer.shape[1] for layer in self._layers)
-        self._ends = np.cumsum([layer.shape[1] for layer in self._layers]).tolist()
-
-    def read(self, block_ids: Sequence[int]) -> Bytes:
-        """A copy of these blocks, [N, row_bytes]."""
-        rows = np.empty((len(block_ids), self.row_bytes), dtype=np.uint8)
-        for layer, part in self._parts(rows):
-            for row, block_id in enumerate(block_ids):  # all at once would be copied twice
-                part[row] = layer[block_id]
-        return rows
-
-    def write(self, block_ids: Sequence[int], rows: Bytes) -> None:
-        """Overwrites the content of these blocks with rows [N, row_bytes]. The ids differ from each other."""
-        for layer, part in self._parts(rows):
-            layer[block_ids] = part
-
-    def _parts(self, rows: Bytes) -> list[tuple[Bytes, Bytes]]:
-        """Each layer, and its columns of the rows."""
-        found = zip(self._layers, self._ends, strict=True)
-        return [(layer, rows[:, end - layer.shape[1] : end]) for layer, end in found]
-
-
 class BlockRows(Protocol):
-    """Blocks as rows of bytes: `BlockBytes`, or those of a device."""
+    """Blocks as rows of bytes: those of a CPU's caches (`cpu/block_bytes.py`), or of a device."""
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a block."""
         ...
 
-    def read(self, block_ids: Sequence[int]) -> Bytes:
-        """A copy of these blocks, [N, row_bytes]."""
+    def read(self, block_ids: Sequence[int], into: Sequence[Bytes] | None = None) -> Sequence[Bytes]:
+        """A copy of these blocks, rows of `row_bytes`; `into`: where it is made."""
         ...
 
-    def write(self, block_ids: Sequence[int], rows: Bytes) -> None:
-        """Overwrites the content of these blocks with rows [N, row_bytes]. The ids differ from each other."""
+    def write(self, block_ids: Sequence[int], rows: Sequence[Bytes]) -> None:
+        """Overwrites the content of these blocks with rows of `row_bytes`. The ids differ from each other."""
         ...
 
 

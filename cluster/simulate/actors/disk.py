@@ -173,6 +173,7 @@ class MovingFigures:
 
     copy_s_per_byte: float = 1e-6
     write_s_per_byte: float = 1e-6
+    send_s_per_byte: float = 0.0
     read_s_per_byte: float = 1e-6
     received_bytes_per_s: Mapping[str, float] = field(default_factory=lambda: {"": 1e6})
     num_blocks: int = 0

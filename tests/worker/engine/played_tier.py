@@ -24,6 +24,7 @@ PROMPT = tuple(range(1, 34))
 
 class Counts:
     copy_s_per_byte = write_s_per_byte = read_s_per_byte = 1e-6
+    send_s_per_byte = 0.0
     received_bytes_per_s: Mapping[str, float] = MappingProxyType({"": 1e6})
     num_blocks = num_bytes = num_failures = num_errors = staged_bytes = num_received_bytes = num_sent_bytes = 0
 

@@ -19,7 +19,8 @@ from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, Tra
 from holdfast.worker.engine.incoming_blocks import Taker
 from holdfast.worker.engine.tier_mover import KV
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.kv_cache import BlockBytes
+from holdfast.worker.executors.cpu.block_bytes import BlockBytes
+from holdfast.worker.executors.cpu.library import load_library
 
 LIMIT_S = 20.0
 NAMES = [b"k" + bytes([number]) * 16 for number in range(6)]
@@ -135,7 +136,7 @@ def test_a_receiver_that_cannot_decrypt_says_so_and_ends(server, monkeypatch):
 
 def test_a_rank_whose_connection_is_slow_keeps_no_more_than_its_bound(monkeypatch):
     monkeypatch.setattr(block_mover, "MAX_STAGED_BYTES", 3 * 64)
-    pool = BlockBytes([np.zeros((4, 64), np.uint8)])
+    pool = BlockBytes([np.zeros((4, 64), np.uint8)], load_library())
     mover, key = block_mover.BlockMover(None, {KV: pool}), TransferKey.fresh(is_encrypted=False)
     port = mover.listen("127.0.0.1")
     mover.offer(1, [Taker(key)])
@@ -227,6 +228,23 @@ def frame(
     sizes = lengths or [len(record) for record in records]
     count = len(records) if count is None else count
     return struct.pack("<IQi", count, len(payload), slot) + struct.pack(f"<{len(sizes)}I", *sizes) + bytes(payload)
+
+
+def test_a_small_frame_behind_a_large_one_is_not_waited_for_in_vain(monkeypatch):
+    """Whoever waits for a large frame is woken for many bytes alone; the next head has few."""
+    get, woken_for = block_frames.received, list[int]()
+
+    def noted(connection: socket.socket, num_bytes: int) -> bytes:
+        woken_for.append(connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT))
+        return get(connection, num_bytes)
+
+    monkeypatch.setattr(block_frames, "received", noted)
+    large = [(NAMES[0], np.frombuffer(os.urandom(3 * block_frames.WAKE_BYTES), np.uint8))]
+    data = frame(large) + frame(BLOCKS[1:])
+    received = Received(Forger(data).port, TransferKey.fresh(is_encrypted=False)).wait()
+    assert received.error is None
+    assert received.blocks == [(NAMES[0], large[0][1].tobytes()), *expected()[1:]]
+    assert set(woken_for) == {1}
 
 
 @pytest.mark.parametrize(

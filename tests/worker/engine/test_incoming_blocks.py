@@ -16,7 +16,8 @@ from holdfast.worker.engine.restore import Expected
 from holdfast.worker.engine.tier_mover import KV
 from holdfast.worker.engine.transfer_shares import RankShare, SendingReplica, read_heads
 from holdfast.worker.executors.block_layout import BlockLayout, Heads, PageForm
-from holdfast.worker.executors.kv_cache import BlockBytes
+from holdfast.worker.executors.cpu.block_bytes import BlockBytes
+from holdfast.worker.executors.cpu.library import load_library
 
 LIMIT_S = 20.0
 PAGE = PageForm(keys=32, values=32, value_tiles=2)
@@ -138,7 +139,7 @@ def test_keys_of_ranks_differ_and_are_those_of_the_transfer():
 
 def test_one_rank_sends_each_of_two_its_heads_and_ends_once_one_wants_nothing_more():
     rows = np.stack(ROWS)
-    mover = BlockMover(None, {KV: BlockBytes([rows])})
+    mover = BlockMover(None, {KV: BlockBytes([rows], load_library())})
     port = mover.listen("127.0.0.1")
     takers = RankShare(layout(ONE[0]), 0, ONE).takers(KEY, TWO)
     assert len(takers) == 2
@@ -160,7 +161,7 @@ def test_one_rank_sends_each_of_two_its_heads_and_ends_once_one_wants_nothing_mo
 
 
 def test_a_rank_with_nothing_for_the_other_replica_sends_nothing():
-    mover = BlockMover(None, {KV: BlockBytes([np.stack(ROWS)])})
+    mover = BlockMover(None, {KV: BlockBytes([np.stack(ROWS)], load_library())})
     mover.listen("127.0.0.1")
     mover.offer(1, [])
     assert mover.sends_room(1) is None
@@ -171,7 +172,7 @@ def test_a_rank_with_nothing_for_the_other_replica_sends_nothing():
 
 def test_a_slow_taker_ends_the_transfer_at_the_bound(monkeypatch):
     monkeypatch.setattr(block_mover, "MAX_STAGED_BYTES", 5 * ROWS[0].size)
-    mover = BlockMover(None, {KV: BlockBytes([np.stack(ROWS)])})
+    mover = BlockMover(None, {KV: BlockBytes([np.stack(ROWS)], load_library())})
     mover.listen("127.0.0.1")
     mover.offer(1, [Taker(KEY.of_rank(rank)) for rank in range(2)])
     for number, name in enumerate(NAMES):

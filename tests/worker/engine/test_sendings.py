@@ -91,6 +91,25 @@ def test_running_requests_pay_a_share_of_their_steps(full, monkeypatch):
     assert full.mover.sent[number] == full.names()
 
 
+def test_what_connections_take_of_the_processor_is_paid_too(full, monkeypatch):
+    """A block costs 1 ms here and 7 ms of another thread, half of which is the steps': one in 0.15 s of steps."""
+    monkeypatch.setattr(sendings_module, "MIN_BYTES", BLOCK_BYTES)
+    full.mover.counts.send_s_per_byte = 7e-6 * full.tier.sendings._shape.num_threads / 2
+    number = begin(full)
+    full.submit("running", (90, 91, 92))
+    full.run(step_s=0.1)  # three steps
+    assert len(full.mover.sent[number]) == 2
+
+
+def test_what_a_block_costs_beyond_the_budget_is_paid_by_the_next_steps(full, monkeypatch):
+    monkeypatch.setattr(sendings_module, "MIN_BYTES", BLOCK_BYTES // 4)
+    number = begin(full)
+    for steps in range(1, 5):
+        full.submit(f"running {steps}", (90, 91, 92 + steps))
+        full.run(step_s=0.01)
+        assert len(full.mover.sent.get(number, ())) <= 1 + 0.03 * 0.01 * 4 * steps / 1e-3
+
+
 def test_a_replica_that_leaves_pays_more(full, monkeypatch):
     monkeypatch.setattr(sendings_module, "MIN_BYTES", BLOCK_BYTES)
     number = begin(full, is_leaving=True)

@@ -16,7 +16,7 @@ from holdfast.worker.engine import nixl_way
 from holdfast.worker.engine.block_frames import MAX_SLOTS, Block, FrameSender
 from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
 from holdfast.worker.engine.nixl_way import Nixl
-from holdfast.worker.engine.staging import SLOT_BYTES, SharedMemory, Staging, Way
+from holdfast.worker.engine.staging import SLOT_BYTES, SharedMemory, StagedFrame, Staging, Way
 from holdfast.worker.errors import ConfigurationError
 from tests import fake_nixl
 
@@ -205,10 +205,10 @@ def test_a_read_by_nixl_that_fails_ends_the_transfer_and_its_memory_stays_if_it_
 
 def test_a_slot_outside_of_the_memory_is_not_read(monkeypatch):
     reader = SharedMemory().reader(offer_of_a(Staging(ROW_BYTES)))
-    with pytest.raises(ValueError, match="32 slots"):
-        reader.read(32, np.empty(10, np.uint8))
+    with pytest.raises(ValueError, match="16 slots"):
+        list(reader.read(16, np.empty(10, np.uint8)))
     with pytest.raises(ValueError, match="slot 0"):
-        reader.read(0, np.empty(SLOT_BYTES + 1, np.uint8))
+        list(reader.read(0, np.empty(SLOT_BYTES + 1, np.uint8)))
 
 
 def offer_of_a(staging: Staging) -> dict:
@@ -228,6 +228,67 @@ def test_no_more_slots_are_held_than_a_connection_may(monkeypatch):
     with sent(shared_memory(monkeypatch)) as (found, _, _):
         assert found == expected()
     assert max(held) == MAX_SLOTS
+
+
+def staged(server: BlockServer, key: TransferKey) -> StagedFrame:
+    """A frame of the first three blocks."""
+    frame = server.frame(key, NAMES[:3], ROW_BYTES)
+    assert frame is not None
+    for place, (_, row) in zip(frame.rows, BLOCKS, strict=False):
+        place[:] = row
+    return frame
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_blocks_that_were_copied_into_a_slot_are_sent_from_there(is_encrypted, monkeypatch):
+    send = BlockServer.send
+
+    def in_a_frame(self: BlockServer, transfer: bytes, blocks: Sequence[Block]) -> None:
+        key = self._open[transfer].key
+        send(self, transfer, staged(self, key) if blocks else blocks)
+
+    monkeypatch.setattr(BlockServer, "send", in_a_frame)
+    for ways in (shared_memory(monkeypatch), (None, None)):
+        with sent(ways, BLOCKS[:3], is_encrypted=is_encrypted) as (found, error, server):
+            assert (found[:3], error) == (expected(BLOCKS[:3]), None)
+            assert are_given_back(server)
+
+
+def test_a_frame_of_a_transfer_that_is_over_gives_its_slot_back():
+    server, key = BlockServer("127.0.0.1", None, None, ROW_BYTES), TransferKey.fresh(is_encrypted=False)
+    server.send(key.transfer, staged(server, key))
+    assert are_given_back(server)
+    server.offer(key)
+    server.send(key.transfer, staged(server, key))
+    assert not are_given_back(server)
+    server.close()
+    assert are_given_back(server)
+
+
+def test_a_frame_that_is_being_sent_keeps_its_slot_though_the_transfer_is_forgotten(monkeypatch):
+    """Else another block could be copied into it before its digest is computed, and would go by this one's name."""
+    begun, may_end = threading.Event(), threading.Event()
+    send = FrameSender.send
+
+    def slow(self: FrameSender, blocks: StagedFrame) -> None:
+        begun.set()
+        assert may_end.wait(LIMIT_S)
+        send(self, blocks)
+
+    monkeypatch.setattr(FrameSender, "send", slow)
+    server, key = BlockServer("127.0.0.1", None, None, ROW_BYTES), TransferKey.fresh(is_encrypted=False)
+    server.offer(key)
+    frame = staged(server, key)
+    server.send(key.transfer, frame)
+    BlockReceiver(("127.0.0.1", server.port), key, NAMES[:3], lambda _: True, lambda _: None).start()
+    assert begun.wait(LIMIT_S)
+    server.end(key.transfer)
+    with server._changed:
+        server._forget(key.transfer)
+    assert not set(server._staging._free) & {frame.slot}
+    may_end.set()
+    assert are_given_back(server)
+    server.close()
 
 
 def test_nixl_that_is_not_installed_is_said_by_name(monkeypatch):

@@ -4,6 +4,7 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,7 +44,7 @@ def block(cache: KVCache, block_id: int) -> bytes:
 def test_rows_hold_all_bytes_of_a_block_and_go_where_they_are_written(in_fp8):
     source, target = cache_of(in_fp8), cache_of(in_fp8, seed=1)
     rows, blocks = DeviceBlocks(source), DeviceBlocks(target)
-    read = rows.read([3, 7, 0])
+    read = np.stack(rows.read([3, 7, 0]))
     assert [row.tobytes() for row in read] == [block(source, number) for number in (3, 7, 0)]
     assert read.shape == (3, rows.row_bytes)
     before = [block(target, number) for number in range(NUM_BLOCKS)]

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import IntArray, StepBatch
 from holdfast.worker.executors.block_layout import UNIT, BlockLayout, Bytes, PageForm
+from holdfast.worker.executors.cpu.block_bytes import BlockBytes
 from holdfast.worker.executors.cpu.prefault import KvPrefault, Pages
 from holdfast.worker.executors.cpu.tile_memory import address_of
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
-from holdfast.worker.executors.kv_cache import BlockBytes, BlockMemory, KVSpec
+from holdfast.worker.executors.kv_cache import BlockMemory, KVSpec
 from holdfast.worker.model_info import TILE_TOKENS, Window
 
 SUB_PAGE: Final = 16
@@ -104,7 +105,7 @@ class TiledCache:
         self._memories = memories
         self.ahead = KvPrefault(memories)
         """Follows the steps."""
-        self.bytes = BlockBytes([_rows(memory) for memory in memories])
+        self.bytes = BlockBytes([_rows(memory) for memory in memories], library)
         """Blocks, to be copied elsewhere and back."""
         order = blake2b(places.numpy().tobytes(), digest_size=8).hexdigest()
         self.form = f"{kept} {block_size} {order} {specs}"

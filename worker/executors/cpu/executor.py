@@ -186,7 +186,7 @@ class CpuExecutor:
         """The slots that steps use from now on, for a model that keeps states."""
         self._drop_decoder()
         lengths = [state.state_length(num_drafts) for state in self._kept_states]
-        self._states = StateCache(lengths, num_slots)
+        self._states = StateCache(lengths, num_slots, self._library)
         for index, address, length in zip(self._state_layers, self._states.addresses, lengths, strict=True):
             layer = self.packed.layers[index]
             layer.states, layer.state_length = address, length

@@ -172,6 +172,7 @@ def _declared(library: CDLL) -> CDLL:
     _declare(library, "native_eight_bit_codes", c_int, *rounded)
     numbers = (c_void_p, c_long, c_long, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p)
     _declare(library, "native_numbers", None, *numbers)
+    _declare(library, "native_copy_blocks", None, c_int, c_int, c_void_p, c_long, c_void_p, c_void_p)
     _declare(library, "native_places", None, c_int, c_void_p)
     _declare(library, "native_decoder_create", c_void_p, POINTER(NativeModel), c_int, c_void_p)
     _declare(library, "native_decoder_destroy", c_int, c_void_p)

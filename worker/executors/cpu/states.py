@@ -4,15 +4,16 @@ and the sizes of what lies there; who owns which slot is the scheduler's (`worke
 
 import mmap
 from collections.abc import Sequence
+from ctypes import CDLL
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from holdfast.worker.distributed.step_batch import IntArray
+from holdfast.worker.executors.cpu.block_bytes import BlockBytes
 from holdfast.worker.executors.cpu.prefault import Pages
 from holdfast.worker.executors.cpu.tile_memory import address_of
-from holdfast.worker.executors.kv_cache import BlockBytes
 from holdfast.worker.executors.layout_arithmetic import mamba_unit
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2
 
@@ -26,7 +27,7 @@ class StateCache:
     A slot's content counts only for a sequence that has computed a token: at position 0 all states are zeros.
     """
 
-    def __init__(self, lengths: Sequence[int], num_slots: int) -> None:
+    def __init__(self, lengths: Sequence[int], num_slots: int, library: CDLL) -> None:
         """`lengths`: numbers that each layer keeps of a sequence, in the order of the layers that keep some."""
         self.num_slots = num_slots
         self._pages = [Pages.mapped(num_slots, length * VALUE_BYTES) for length in lengths]
@@ -34,7 +35,7 @@ class StateCache:
             _pool(pages.memory, num_slots, length) for pages, length in zip(self._pages, lengths, strict=True)
         ]
         """[num_slots, length] of each layer."""
-        self.bytes = BlockBytes([pool.view(torch.uint8).numpy() for pool in self.pools])
+        self.bytes = BlockBytes([pool.view(torch.uint8).numpy() for pool in self.pools], library)
         """Slots, to be copied elsewhere and back."""
 
     @property
