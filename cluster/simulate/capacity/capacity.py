@@ -28,7 +28,7 @@ from holdfast.worker.step_update import EngineStats
 LATENCY_S: Final = 0.0005
 LONGEST_S: Final = 1e9
 COPY_S_PER_BYTE: Final = 1e-10
-"""Seconds a byte that sending takes from the steps: the copy out of the cache, and a part of the connection's thread."""
+"""Seconds a byte that sending takes from the steps: a copy out of the cache, and some of the connection's thread."""
 BEGIN_S: Final = 1.0
 """When the load begins: by then the links are up."""
 
