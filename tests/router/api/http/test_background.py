@@ -200,15 +200,13 @@ async def test_it_is_cancelled_and_its_replica_is_told(tmp_path):
 
 @on_a_loop
 async def test_a_request_that_fails_says_so_in_its_object_and_its_stream(tmp_path):
-    async with storing(tmp_path) as (place, client):
-        place.replicas[0].max_model_len = 10
-    async with storing(tmp_path) as (place, client):
+    async with storing(tmp_path) as (_, client):
         made = await client.responses.create(
             input="hello", background=True, extra_body={"timeout": 0.001}, model="fake"
         )
         failed = await until_over(client, made.id)
         assert (failed.status, failed.error.code) == ("failed", "deadline_exceeded")
-        assert [event.type for event in await events_of(client, made.id)] == ["response.failed"]
+        assert [event.type for event in await events_of(client, made.id)][-1] == "response.failed"
 
 
 @on_a_loop
