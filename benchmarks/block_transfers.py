@@ -126,14 +126,15 @@ def blocks(
     room, per_piece = threading.Event(), PIECE_BYTES // block_bytes
     mover = BlockMover(None, {KV: BlockBytes(list(layers), load_library())}, way)
     mover.start(MoverEvents(_nothing, _nothing, room.set, _nothing))
-    key, port = TransferKey.fresh(is_encrypted=is_encrypted), mover.listen(LOOPBACK)
-    mover.offer(1, [Taker(key)])
+    key, port = TransferKey.fresh(is_encrypted=is_encrypted), mover.outgoing.listen(LOOPBACK)
+    mover.outgoing.offer(1, [Taker(key)])
     with receiver.receives(layers.nbytes, found, _take_blocks, port, key, names, layers.nbytes, way is not None):
         for first in range(0, num_blocks, per_piece):
-            while not mover.sends_room(1):
+            while not mover.outgoing.has_room(1):
                 room.wait()
                 room.clear()
-            mover.send(1, [(names[number], number) for number in range(first, min(first + per_piece, num_blocks))])
+            numbers = range(first, min(first + per_piece, num_blocks))
+            mover.outgoing.send(1, [(names[number], number) for number in numbers])
     mover.close()
 
 

@@ -1,5 +1,5 @@
-"""Block mover of one rank: copies blocks between its caches and its block store, on a separate thread, and between its
-caches and those of the same rank of other replicas (`block_sockets.py`).
+"""Block mover of one rank: copies blocks between its caches and its block store, on a separate thread, and into its
+caches from those of ranks of other replicas. What goes to them is in `outgoing_blocks.py`.
 
 The thread that runs the rank's steps copies rows out of the caches and into them, between two steps; disk, sockets,
 digests and encryption are handled elsewhere. Reading goes before writing. Blocks are read in pieces, so that the first
@@ -17,10 +17,10 @@ from typing import Final
 
 import numpy as np
 
-from holdfast.worker.cache.sealing import MAX_OVERHEAD, WrongDigestError
+from holdfast.worker.cache.sealing import WrongDigestError
 from holdfast.worker.engine.block_frames import Block
-from holdfast.worker.engine.block_sockets import BlockServer, TransferKey
-from holdfast.worker.engine.incoming_blocks import IncomingBlocks, Taker, Transfer
+from holdfast.worker.engine.incoming_blocks import IncomingBlocks, Transfer
+from holdfast.worker.engine.outgoing_blocks import OutgoingBlocks, copied, size_of
 from holdfast.worker.engine.staging import Way
 from holdfast.worker.engine.tier_mover import KV, MoverCounts, MoverEvents, Place, Store
 from holdfast.worker.executors.block_layout import Bytes
@@ -31,9 +31,6 @@ logger = logging.getLogger(__name__)
 
 STAGED_BYTES: Final = 32 << 20
 """Most bytes of rows that are copied and not written yet, or one call's rows."""
-MAX_STAGED_BYTES: Final = 4 * STAGED_BYTES
-"""Most bytes of rows for other replicas on one rank. The leader decides by its own count: a slower rank ends its
-transfer."""
 AHEAD_BYTES: Final = 64 << 20
 """Pieces that are read and not taken yet."""
 NEWS_S: Final = 1.0
@@ -66,6 +63,7 @@ class BlockMover:
         connections. The thread starts with `start`, if there is a store.
         """
         self.counts = MoverCounts()
+        self.outgoing = OutgoingBlocks(pools, way, self.counts, self._tell_sent)
         self._way = way
         self._store = store
         self._pools = pools
@@ -79,8 +77,6 @@ class BlockMover:
         self._closed = False
         self._failing: set[str] = set()  # operations that failed the last time
         self._paused_until = 0.0
-        self._server: BlockServer | None = None
-        self._transfers: dict[int, Sequence[Taker]] = {}  # outgoing ones, by the leader's number
         self._thread = threading.Thread(target=self._work, name="holdfast-blocks", daemon=True)
         self._measure()
 
@@ -99,8 +95,7 @@ class BlockMover:
             self._changed.notify_all()
         for receiver in receivers:
             receiver.close()
-        if self._server is not None:
-            self._server.close()
+        self.outgoing.close()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_S)
 
@@ -120,10 +115,10 @@ class BlockMover:
         """Copies these blocks, to be written in the background. Without room they are left out."""
         if not self.has_room or self._store is None:
             return
-        batch = self._copied(places)
+        batch = copied(self._pools, places, self.counts)
         with self._changed:
             self._writes.append(batch)
-            self.counts.staged_bytes += _size(batch)
+            self.counts.staged_bytes += size_of(batch)
             self._changed.notify_all()
 
     def keep(self, names: Sequence[bytes], tenant: str, ttl_s: float) -> None:
@@ -143,18 +138,6 @@ class BlockMover:
                 self._changed.notify_all()
         return future
 
-    def _copied(self, places: Sequence[Place]) -> list[Block]:
-        """A copy of these blocks, first those of one kind, then of the other."""
-        began_s = time.thread_time()
-        batch: list[Block] = []
-        for kind, pool in self._pools.items():
-            own = [(name, place) for name, place in places if name.startswith(kind)]
-            if own:
-                rows = pool.read([place for _, place in own])
-                batch += zip([name for name, _ in own], rows, strict=True)
-        self.counts.note("copy_s_per_byte", began_s, time.thread_time(), _size(batch))
-        return batch
-
     def fetch(self, ticket: int, names: Sequence[bytes], piece: int) -> None:
         """Begins to read these blocks, `piece` of them at a time. No names: the ticket's blocks are not wanted."""
         with self._changed:
@@ -166,59 +149,7 @@ class BlockMover:
                     fetch.receiver.close()
             self._changed.notify_all()
 
-    # --- for the thread of the steps: other replicas ---
-
-    def listen(self, host: str) -> int:
-        """Listens for other replicas from now on; the port. Raises OSError."""
-        if self._server is None:
-            largest = max(pool.row_bytes for pool in self._pools.values()) + MAX_OVERHEAD
-            self._server = BlockServer(host, self._note_sent, self._way, largest)
-        return self._server.port
-
-    def offer(self, number: int, takers: Sequence[Taker]) -> None:
-        """Opens a transfer to another replica, to these ranks of it, which the leader calls by this number."""
-        assert self._server is not None, "it listens before it offers"
-        self._transfers[number] = takers
-        for key, cut in takers:
-            self._server.offer(key, cut)
-
-    def send(self, number: int, places: Sequence[Place]) -> None:
-        """Copies these blocks, to be sent in this order. No places: nothing more comes."""
-        takers = self._transfers.get(number)
-        if takers is None or self._server is None:
-            return
-        if not places or self._server.staged_bytes >= MAX_STAGED_BYTES:
-            for key, _ in takers:
-                self._server.end(key.transfer)
-            del self._transfers[number]
-        elif len(takers) == 1 and takers[0].cut is None:
-            self._send_staged(self._server, takers[0].key, places)
-        else:
-            blocks = self._copied(places) if takers else []
-            for key, _ in takers:
-                self._server.send(key.transfer, blocks)
-
-    def _send_staged(self, server: BlockServer, key: TransferKey, places: Sequence[Place]) -> None:
-        """Copies these blocks to where their connection sends them from, or elsewhere where no room is there."""
-        for kind, pool in self._pools.items():
-            left = [one for one in places if one[0].startswith(kind)]
-            while left:
-                began_s = time.thread_time()
-                frame = server.frame(key, [name for name, _ in left], pool.row_bytes)
-                if frame is None:
-                    server.send(key.transfer, self._copied(left))
-                    break
-                some, left = left[: len(frame.names)], left[len(frame.names) :]
-                pool.read([place for _, place in some], frame.rows)
-                server.send(key.transfer, frame)
-                self.counts.note("copy_s_per_byte", began_s, time.thread_time(), frame.num_bytes)
-
-    def sends_room(self, number: int) -> bool | None:
-        """Whether more may be sent; None: the other side wants nothing more."""
-        takers = self._transfers.get(number)
-        if not takers or self._server is None or not all(self._server.is_open(key.transfer) for key, _ in takers):
-            return None
-        return self._server.has_room
+    # --- for the thread of the steps: from other replicas ---
 
     def receive(self, ticket: int, transfer: Transfer, piece: int) -> None:
         """Begins to receive the blocks of a transfer, `piece` of them at a time."""
@@ -328,7 +259,7 @@ class BlockMover:
             if time.monotonic() >= self._paused_until:
                 self._store.put([(name, row.data) for name, row in batch])
                 self._failing.discard("writing to")
-                self.counts.note("write_s_per_byte", began_s, time.thread_time(), _size(batch))
+                self.counts.note("write_s_per_byte", began_s, time.thread_time(), size_of(batch))
         except OSError as error:
             self._complain("writing to", error)
             self._paused_until = time.monotonic() + PAUSE_S
@@ -336,7 +267,7 @@ class BlockMover:
     def _note_written(self, batch: list[Block]) -> None:
         with self._changed:
             self._writes.popleft()
-            self.counts.staged_bytes -= _size(batch)
+            self.counts.staged_bytes -= size_of(batch)
         if self._events is not None:
             self._events.on_written()
 
@@ -392,10 +323,7 @@ class BlockMover:
         if fetch.pieces and self._fetches.get(fetch.ticket) is fetch and self._events is not None:
             self._events.on_failed(fetch.ticket)
 
-    def _note_sent(self) -> None:
-        with self._changed:
-            if self._server is not None:
-                self.counts.note_sent(self._server.num_sent_bytes, self._server.sending_s)
+    def _tell_sent(self) -> None:
         if self._events is not None:
             self._events.on_written()
 
@@ -415,7 +343,3 @@ class BlockMover:
         self._store.sealer.seal(KV, rows.data)
         rows.copy()
         self.counts.read_s_per_byte = (time.monotonic() - began_s) / len(rows)
-
-
-def _size(batch: Sequence[Block]) -> int:
-    return sum(len(row) for _, row in batch)

@@ -3,7 +3,7 @@ part of its heads each.
 
 Blocks that are cut otherwise there, over ranks or over tokens, are regrouped (`worker/executors/block_layout.py`) once
 all senders' parts of them are there. A sender that is ahead of the others by more than it may stage ends the transfer
-itself (`MAX_STAGED_BYTES` of `block_mover.py`), so what waits here is bounded.
+itself (`MAX_STAGED_BYTES` of `outgoing_blocks.py`), so what waits here is bounded.
 """
 
 import threading

@@ -172,7 +172,7 @@ class RankMover:
             case Order.FETCH:
                 self.mover.fetch(ticket, names, piece)
             case Order.SEND:
-                self.mover.send(ticket, where)
+                self.mover.outgoing.send(ticket, where)
             case Order.TAKE:
                 if self._memory.copy_states is not None:
                     self._memory.copy_states(copies.reshape(2, num_copies))
@@ -196,7 +196,7 @@ class RankMover:
         key = TransferKey(bytes.fromhex(parts["transfer"]), bytes.fromhex(parts["key"]), parts["is_encrypted"])
         heads = read_heads(parts["heads"])
         if kind is Order.OFFER:
-            self.mover.offer(ticket, self.share.takers(key, heads))
+            self.mover.outgoing.offer(ticket, self.share.takers(key, heads))
             return
         addresses = [(host, port) for host, port in parts["addresses"]]
         there = SendingReplica(addresses, heads, parts["block_size"], parts["is_computing"])
@@ -213,7 +213,7 @@ class RankMover:
             own = host
         port = 0
         try:
-            port = self.mover.listen(own)
+            port = self.mover.outgoing.listen(own)
         except OSError as error:
             logger.warning("blocks cannot be sent to other replicas: %s: %s", own, error)
         packed = int(ipaddress.ip_address(own)).to_bytes(16, "big") + port.to_bytes(2, "big")
@@ -290,7 +290,7 @@ class RankMovers:
         self._order(Order.SEND, number, places=places)
 
     def sends_room(self, number: int) -> bool | None:
-        return self.own.mover.sends_room(number)
+        return self.own.mover.outgoing.has_room(number)
 
     def receive(self, ticket: int, there: SendingReplica, key: TransferKey, expected: Expected, piece: int) -> None:
         """Begins to receive blocks of a transfer on all ranks, `piece` of their own at a time."""

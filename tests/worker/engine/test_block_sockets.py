@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.worker.cache import sealing
 from holdfast.worker.cache.sealing import KeySealer, Sealer, WrongDigestError
-from holdfast.worker.engine import block_frames, block_mover, block_sockets
+from holdfast.worker.engine import block_frames, block_mover, block_sockets, outgoing_blocks
 from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
 from holdfast.worker.engine.incoming_blocks import Taker
 from holdfast.worker.engine.tier_mover import KV
@@ -135,13 +135,13 @@ def test_a_receiver_that_cannot_decrypt_says_so_and_ends(server, monkeypatch):
 
 
 def test_a_rank_whose_connection_is_slow_keeps_no_more_than_its_bound(monkeypatch):
-    monkeypatch.setattr(block_mover, "MAX_STAGED_BYTES", 3 * 64)
+    monkeypatch.setattr(outgoing_blocks, "MAX_STAGED_BYTES", 3 * 64)
     pool = BlockBytes([np.zeros((4, 64), np.uint8)], load_library())
     mover, key = block_mover.BlockMover(None, {KV: pool}), TransferKey.fresh(is_encrypted=False)
-    port = mover.listen("127.0.0.1")
-    mover.offer(1, [Taker(key)])
+    port = mover.outgoing.listen("127.0.0.1")
+    mover.outgoing.offer(1, [Taker(key)])
     for name in NAMES:
-        mover.send(1, [(name, 0)])
+        mover.outgoing.send(1, [(name, 0)])
     assert len(Received(port, key).wait().blocks) == 3
     mover.close()
 

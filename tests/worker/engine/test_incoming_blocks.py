@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from holdfast.worker.engine import block_mover
+from holdfast.worker.engine import outgoing_blocks
 from holdfast.worker.engine.block_frames import Block
 from holdfast.worker.engine.block_mover import BlockMover
 from holdfast.worker.engine.block_sockets import BlockServer, TransferKey
@@ -140,42 +140,42 @@ def test_keys_of_ranks_differ_and_are_those_of_the_transfer():
 def test_one_rank_sends_each_of_two_its_heads_and_ends_once_one_wants_nothing_more():
     rows = np.stack(ROWS)
     mover = BlockMover(None, {KV: BlockBytes([rows], load_library())})
-    port = mover.listen("127.0.0.1")
+    port = mover.outgoing.listen("127.0.0.1")
     takers = RankShare(layout(ONE[0]), 0, ONE).takers(KEY, TWO)
     assert len(takers) == 2
-    mover.offer(1, takers)
-    mover.send(1, list(zip(NAMES[:4], range(4), strict=True)))
+    mover.outgoing.offer(1, takers)
+    mover.outgoing.send(1, list(zip(NAMES[:4], range(4), strict=True)))
     servers = SendingReplica([("127.0.0.1", port)], ONE, 16)
     expected = Expected(NAMES, NAMES, 0)
     receiving = [
         Receiving(RankShare(layout(TWO[rank]), rank, TWO).transfer(KEY, servers, expected)) for rank in range(2)
     ]
-    mover.send(1, list(zip(NAMES[4:], range(4, 6), strict=True)))
+    mover.outgoing.send(1, list(zip(NAMES[4:], range(4, 6), strict=True)))
     for rank, one in enumerate(receiving):
         assert one.over.wait(LIMIT_S)
         assert [row.tobytes() for _, row in one.blocks] == [row.tobytes() for _, row in halves(rank)]
-    while mover.sends_room(1) is not None:  # a connection that is closed is noticed by what is sent
-        mover.send(1, [(NAMES[0], 0)])
-    mover.send(1, ())
+    while mover.outgoing.has_room(1) is not None:  # a connection that is closed is noticed by what is sent
+        mover.outgoing.send(1, [(NAMES[0], 0)])
+    mover.outgoing.send(1, ())
     mover.close()
 
 
 def test_a_rank_with_nothing_for_the_other_replica_sends_nothing():
     mover = BlockMover(None, {KV: BlockBytes([np.stack(ROWS)], load_library())})
-    mover.listen("127.0.0.1")
-    mover.offer(1, [])
-    assert mover.sends_room(1) is None
-    mover.send(1, [(NAMES[0], 0)])
-    mover.send(1, ())
+    mover.outgoing.listen("127.0.0.1")
+    mover.outgoing.offer(1, [])
+    assert mover.outgoing.has_room(1) is None
+    mover.outgoing.send(1, [(NAMES[0], 0)])
+    mover.outgoing.send(1, ())
     mover.close()
 
 
 def test_a_slow_taker_ends_the_transfer_at_the_bound(monkeypatch):
-    monkeypatch.setattr(block_mover, "MAX_STAGED_BYTES", 5 * ROWS[0].size)
+    monkeypatch.setattr(outgoing_blocks, "MAX_STAGED_BYTES", 5 * ROWS[0].size)
     mover = BlockMover(None, {KV: BlockBytes([np.stack(ROWS)], load_library())})
-    mover.listen("127.0.0.1")
-    mover.offer(1, [Taker(KEY.of_rank(rank)) for rank in range(2)])
+    mover.outgoing.listen("127.0.0.1")
+    mover.outgoing.offer(1, [Taker(KEY.of_rank(rank)) for rank in range(2)])
     for number, name in enumerate(NAMES):
-        mover.send(1, [(name, number)])
-    assert mover.sends_room(1) is None, "nobody has taken any of them"
+        mover.outgoing.send(1, [(name, number)])
+    assert mover.outgoing.has_room(1) is None, "nobody has taken any of them"
     mover.close()
