@@ -151,19 +151,6 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _weights_of_their_own() -> Iterator[None]:
-    """Tiny models share no packed weights with other processes, but where a test asks for it: to look for those, and to
-    make their pages large ones, takes half of the time that their loading takes.
-    """
-    if (shared := sys.modules.get("holdfast.worker.executors.cpu.shared_weights")) is None:
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared, "shares_large_pages", lambda: False)
-        yield
-
-
 _LEFT_OUT = pytest.StashKey[list[str]]()
 
 

@@ -72,7 +72,7 @@ def exchange_scores(pid: int) -> None:
     out, the kernel would else end the small launcher first, and a router that serves with it.
     """
     own, other = "/proc/self/oom_score_adj", f"/proc/{pid}/oom_score_adj"
-    with suppress(OSError):
+    with suppress(OSError):  # the kernel lowers no score below a container's own: then only the order is another
         scores = [_read(own), _read(other)]
         for path, score in zip((other, own), scores, strict=True):
             with open(path, "w") as file:

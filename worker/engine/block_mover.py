@@ -19,8 +19,9 @@ import numpy as np
 
 from holdfast.worker.cache.sealing import WrongDigestError
 from holdfast.worker.engine.block_frames import Block
+from holdfast.worker.engine.block_sockets import size_of
 from holdfast.worker.engine.incoming_blocks import IncomingBlocks, Transfer
-from holdfast.worker.engine.outgoing_blocks import OutgoingBlocks, copied, size_of
+from holdfast.worker.engine.outgoing_blocks import OutgoingBlocks, copied
 from holdfast.worker.engine.staging import Way
 from holdfast.worker.engine.tier_mover import KV, MoverCounts, MoverEvents, Place, Store
 from holdfast.worker.executors.block_layout import Bytes

@@ -143,7 +143,7 @@ class BlockServer:
                 self._give_back(blocks)
             elif isinstance(blocks, StagedFrame) or blocks:
                 outgoing.frames.append(blocks if isinstance(blocks, StagedFrame) else list(blocks))
-                self.staged_bytes += _size(blocks)
+                self.staged_bytes += size_of(blocks)
                 self._changed.notify_all()
 
     def end(self, transfer: bytes) -> None:
@@ -238,10 +238,10 @@ class BlockServer:
                     if outgoing.cut is not None and not isinstance(blocks, StagedFrame):
                         sent = [outgoing.cut(block) for block in blocks]
                     frames.send(sent)
-                    num_sent = _size(sent)
+                    num_sent = size_of(sent)
                 finally:
                     with self._changed:
-                        self.staged_bytes -= _size(blocks)
+                        self.staged_bytes -= size_of(blocks)
                         self.num_sent_bytes += num_sent
                         self.sending_s += (now_s := time.thread_time()) - noted_s
                         noted_s = now_s
@@ -283,7 +283,7 @@ class BlockServer:
         if outgoing is not None:
             while outgoing.frames:
                 blocks = outgoing.frames.popleft()
-                self.staged_bytes -= _size(blocks)
+                self.staged_bytes -= size_of(blocks)
                 self._give_back(blocks)
 
     def _give_back(self, blocks: Sequence[Block] | StagedFrame) -> None:
@@ -383,5 +383,6 @@ def _shut(end: socket.socket) -> None:
         end.shutdown(socket.SHUT_RDWR)
 
 
-def _size(blocks: Sequence[Block] | StagedFrame) -> int:
+def size_of(blocks: Sequence[Block] | StagedFrame) -> int:
+    """Bytes of rows."""
     return blocks.num_bytes if isinstance(blocks, StagedFrame) else sum(len(row) for _, row in blocks)

@@ -9,7 +9,7 @@ from typing import Final
 
 from holdfast.worker.cache.sealing import MAX_OVERHEAD
 from holdfast.worker.engine.block_frames import Block
-from holdfast.worker.engine.block_sockets import BlockServer, TransferKey
+from holdfast.worker.engine.block_sockets import BlockServer, TransferKey, size_of
 from holdfast.worker.engine.incoming_blocks import Taker
 from holdfast.worker.engine.staging import Way
 from holdfast.worker.engine.tier_mover import MoverCounts, Place
@@ -112,8 +112,3 @@ def copied(pools: Mapping[bytes, BlockRows], places: Sequence[Place], counts: Mo
             batch += zip([name for name, _ in own], rows, strict=True)
     counts.note("copy_s_per_byte", began_s, time.thread_time(), size_of(batch))
     return batch
-
-
-def size_of(batch: Sequence[Block]) -> int:
-    """Bytes of rows."""
-    return sum(len(row) for _, row in batch)

@@ -80,8 +80,7 @@ def run_rank(config: WorkerConfig, rank: int, rendezvous: Rendezvous, device: "t
         with loading():
             runner = ModelRunner.load(config, group, device=device)
         follow(runner, group)
-        if runner.mover is not None:
-            runner.mover.close()
+        runner.close()
     finally:
         group.close()
 
