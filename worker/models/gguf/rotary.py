@@ -41,7 +41,7 @@ def rope_parameters(metadata: Metadata) -> dict[str, Any]:
 
 
 def rotary_factors(metadata: Metadata) -> NDArray[np.float64]:
-    """What the angles are divided by, [head / 2]. Raises `NotUnderstood` for a file that lacks them."""
+    """Divisors of the angles, [head / 2]. Raises `NotUnderstood` for a file that lacks them."""
     if not metadata.has(_FACTORS):
         raise NotUnderstood(f"lacks the tensor {_FACTORS}")
     return _numbers(metadata, metadata.header.tensors[_FACTORS])
