@@ -51,7 +51,7 @@ _UNIT_BITS: Final = {
 """Bits of a weight in units, on CPUs."""
 
 _DEQUANTIZED: Final = ".kv_b_proj"
-"""What makes keys and values of latents is read in parts."""
+"""Part of names of linears that are read in parts: of keys and values of latents."""
 _ON_DEVICES: Final = (".experts.", "query_key_value")
 """Experts, and fused linears whose outputs are put in order, which are dequantized on GPUs."""
 
