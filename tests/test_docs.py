@@ -21,7 +21,8 @@ from holdfast.cluster.config.flags import flag_table
 from holdfast.router.dispatch.policy import HashRing, RoutingSnapshot
 from holdfast.router.dispatch.prefix_index import NO_MATCH, PrefixMatch
 from holdfast.worker.models import families
-from holdfast.worker.models.gguf import architectures, hybrids
+from holdfast.worker.models.formats import gguf_architectures as architectures
+from holdfast.worker.models.formats import gguf_hybrids as hybrids
 from scripts import docs_site
 from scripts.house_figures import House
 

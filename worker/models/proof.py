@@ -11,10 +11,10 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.mapped_files import MappedFiles
 from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.reference import Reference
 
 NUM_TOKENS: Final = 16

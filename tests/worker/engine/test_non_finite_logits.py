@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
@@ -15,6 +14,7 @@ from holdfast.worker.engine.steps_in_flight import step_result
 from holdfast.worker.errors import InternalError, ReplicaError
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.draft_model import DraftModel
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.step_plan import NO_TOKEN, ScheduledSequence, StepPlan, StepResult

@@ -10,7 +10,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.gpu.graphs import BUCKETS, StepWait, bucket_of
 from holdfast.worker.executors.gpu.kernels.heads import write_pages
 from holdfast.worker.executors.gpu.launches import (
@@ -27,6 +26,7 @@ from holdfast.worker.executors.gpu.step_arrays import StepArrays, tile_columns
 from holdfast.worker.executors.kv_cache import KVSpec, LayerCache
 from holdfast.worker.executors.layout import Attention
 from holdfast.worker.executors.linears import Linear
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.model_info import TILE_TOKENS
 
 MAX_HEAD_DIM: Final = 256  # dimensions

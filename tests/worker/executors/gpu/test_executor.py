@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
 from holdfast.worker.executors.gpu.graphs import bucket_of
 from holdfast.worker.executors.gpu.weights import DeviceWeights, unfit
 from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models import native_backend as backend
 from holdfast.worker.models.reference import Reference
 from holdfast.worker.step_plan import BlockCopy
