@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from holdfast.worker.models.formats import gguf_hybrid_configs as hybrid_configs
+from holdfast.worker.models.formats import gguf_hybrid_configs
 from holdfast.worker.models.formats.gguf_experts import QWEN_EXPERTS, QWEN_ROUTER, QWEN_SHARED, each_expert
 from holdfast.worker.models.formats.gguf_header import Header
 from holdfast.worker.models.formats.gguf_hybrid_changes import (
@@ -114,7 +114,7 @@ _QWEN_CHANGES: Final[Mapping[str, Change]] = {
 }
 _NEMOTRON: Final = Hybrid(
     model_type="nemotron_h",
-    settings=hybrid_configs.nemotron_h,
+    settings=gguf_hybrid_configs.nemotron_h,
     top=_weights({"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"}),
     parts=(
         {"attn_norm.weight": "norm.weight"},
@@ -134,7 +134,7 @@ _NEMOTRON: Final = Hybrid(
 )
 _QWEN35: Final = Hybrid(
     model_type="qwen3_5_text",
-    settings=hybrid_configs.qwen_delta_net,
+    settings=gguf_hybrid_configs.qwen_delta_net,
     top=_TOP,
     parts=(*_QWEN_LAYER, {**_weights({**_DELTA_NET, **_RATE_AND_TIME}), **_DELTA_VECTORS}, _weights(_gated("mlp"))),
     changes=_QWEN_CHANGES,
@@ -148,8 +148,8 @@ _QWEN35_MOE: Final = replace(
 
 HYBRIDS: Final[Mapping[str, Hybrid]] = {
     "deepseek2": Hybrid(
-        model_type=hybrid_configs.model_type_of_latents,
-        settings=hybrid_configs.deepseek,
+        model_type=gguf_hybrid_configs.model_type_of_latents,
+        settings=gguf_hybrid_configs.deepseek,
         top=_TOP,
         parts=(
             _weights({"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}),
@@ -185,7 +185,7 @@ HYBRIDS: Final[Mapping[str, Hybrid]] = {
     ),
     "falcon-h1": Hybrid(
         model_type="falcon_h1",
-        settings=hybrid_configs.falcon_h1,
+        settings=gguf_hybrid_configs.falcon_h1,
         top={**_TOP, "output_norm.weight": "model.final_layernorm.weight"},
         parts=(
             {"attn_norm.weight": "input_layernorm.weight", "ffn_norm": "pre_ff_layernorm.weight"},
@@ -197,7 +197,7 @@ HYBRIDS: Final[Mapping[str, Hybrid]] = {
     ),
     "granitehybrid": Hybrid(
         model_type="granitemoehybrid",
-        settings=hybrid_configs.granite_hybrid,
+        settings=gguf_hybrid_configs.granite_hybrid,
         top=_TOP,
         parts=(
             _weights({"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}),
@@ -224,7 +224,7 @@ HYBRIDS: Final[Mapping[str, Hybrid]] = {
     ),
     "lfm2": Hybrid(
         model_type="lfm2",
-        settings=hybrid_configs.lfm2,
+        settings=gguf_hybrid_configs.lfm2,
         top={
             **_weights({"token_embd": "model.embed_tokens", "token_embd_norm": "model.embedding_norm"}),
             _HEAD: "lm_head.weight",
@@ -246,7 +246,7 @@ HYBRIDS: Final[Mapping[str, Hybrid]] = {
     ),
     "mamba2": Hybrid(
         model_type="mamba2",
-        settings=hybrid_configs.mamba2,
+        settings=gguf_hybrid_configs.mamba2,
         top=_weights({"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}),
         parts=({"attn_norm.weight": "norm.weight"}, _mamba("mixer")),
         base="backbone.layers.",

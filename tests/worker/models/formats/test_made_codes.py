@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from Nonetests.worker.models.formats import reference_rule as reference
 
 from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
@@ -28,6 +27,7 @@ from holdfast.worker.models.weight_files import weight_bytes
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.worker.executors.rank_scenarios import BLOCK_SIZE, NUM_BLOCKS, all_bits
+from tests.worker.models.formats import reference_rule as reference
 from tests.worker.models.formats.comparison import numbers_of_units
 from tests.worker.models.formats.quantized_folders import SIZES
 from tests.worker.models.layouts import stated

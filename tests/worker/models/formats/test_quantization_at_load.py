@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from Nonetests.worker.models.formats import reference_rule as reference
 
 from holdfast.worker.config import ModelConfig, WorkerConfig
 from holdfast.worker.errors import ConfigurationError
@@ -21,6 +20,7 @@ from holdfast.worker.models.weight_files import weight_bytes
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import worker_config
+from tests.worker.models.formats import reference_rule as reference
 from tests.worker.models.formats.quantized_folders import SIZES, write
 from tests.worker.models.layouts import differences_of
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from Nonetests.worker.models.formats import reference_rule as reference
 
 from holdfast.worker.models.families import FAMILIES
 from tests.parity.families import NOT_SPLIT, save_tiny_model, settings_of
 from tests.parity.hybrids import PATTERNS, save_hybrid
+from tests.worker.models.formats import reference_rule as reference
 from tests.worker.models.formats.comparison import differences_between
 from tests.worker.models.formats.quantized_folders import LAYOUTS, Written, quantized
 

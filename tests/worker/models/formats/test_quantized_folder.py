@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from Nonetests.worker.models.formats import reference_rule as reference
 from safetensors.torch import load_file
 
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
@@ -15,6 +14,7 @@ from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.quantized_folder import QUANTIZATION_OF, write_quantized
 from holdfast.worker.models.weight_files import INDEX
 from tests.parity.families import save_tiny_model
+from tests.worker.models.formats import reference_rule as reference
 from tests.worker.models.formats.quantized_folders import SIZES
 from tests.worker.models.layouts import differences_of
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.engine.model_runner import LeaderRunner
-from holdfast.worker.models.formats import codes
-from holdfast.worker.models.formats import importers as formats
+from holdfast.worker.models.formats import codes, importers
 from holdfast.worker.models.formats.quantized_weight import QuantizedWeight
 from tests.parity.harness import greedy_tokens, is_run_by, logits_in_chunks, on_ranks, worker_config
 from tests.worker.models.formats.comparison import differences_on
@@ -164,18 +163,18 @@ class TestPlanted:
 
     @pytest.mark.parametrize("layout", ["gptq", "awq", "ct w4a16 asym"])
     def test_zero_points_off_by_one(self, tmp_path, monkeypatch, layout):
-        made = formats._weight
+        made = importers._weight
 
         def shifted(scheme, shape, codes, scales, zeros=None, groups=None):
             return made(scheme, shape, codes, scales, zeros + 1, groups)
 
-        monkeypatch.setattr(formats, "_weight", shifted)
+        monkeypatch.setattr(importers, "_weight", shifted)
         assert self.DOWN in self.places(tmp_path, layout)
 
     @pytest.mark.parametrize("layout", ["gptq act-order", "ct w4a16 act-order"])
     def test_order_of_activations_ignored(self, tmp_path, monkeypatch, layout):
-        made = formats._weight
-        monkeypatch.setattr(formats, "_weight", lambda *parts: made(*parts[:5]))
+        made = importers._weight
+        monkeypatch.setattr(importers, "_weight", lambda *parts: made(*parts[:5]))
         assert self.DOWN in self.places(tmp_path, layout)
 
     @pytest.mark.parametrize("layout", ["gptq", "awq", "ct w4a16", "fp8 block"])
@@ -190,7 +189,7 @@ class TestPlanted:
         assert self.DOWN in self.places(tmp_path / "again", layout, 2)
 
     def test_places_of_a_word_in_order(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(formats, "AWQ_ORDER", codes.IN_ORDER)
+        monkeypatch.setattr(importers, "AWQ_ORDER", codes.IN_ORDER)
         assert self.DOWN in self.places(tmp_path, "awq")
 
     @pytest.mark.parametrize("layout", ["gptq", "ct w4a16"])
