@@ -229,6 +229,8 @@ class RequestAdmission:
         texts: list[TextStream] = []
         for _ in range(params.num_sequences):
             texts.append(TextStream(tokenizer, params, engine_request.prompt_token_ids))
+        if (lease := CURRENT_LEASE.get()) is not None:
+            lease.give_back()  # the request's input is decoded
         self.check_open()
         admitted = AdmittedRequest(
             engine_request,

@@ -204,14 +204,11 @@ class RequestProcessor:
             admission.check_open()
         if self._limits.max_open_per_tenant is not None:  # once more: others may have come meanwhile
             admission.check_tenant(admitted.request.tenant)
-        lease = CURRENT_LEASE.get()
-        if lease is not None:  # the request's input is decoded; from here on it holds unread output
-            lease.give_back()
         answer.open(self._dispatch_host, sequences, answer, echo=admitted.echo, watch=admitted.note)
         answer.sequences = sequences
         if request.resume is not None:
             answer.received = _received(sequences, request.resume, admitted.echo)
-        if lease is not None:
+        if (lease := CURRENT_LEASE.get()) is not None:  # from here on it holds unread output
             lease.endings.append(answer)
             admitted.lease = lease
         self._note_open(admitted, answer)

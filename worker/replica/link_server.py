@@ -19,7 +19,7 @@ from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.replica.block_exchange import BlockExchange
 from holdfast.worker.replica.link_traces import LinkTraces
 from holdfast.worker.replica.replica import Replica
-from holdfast.worker.request import AttemptKey, EngineRequest
+from holdfast.worker.request import AttemptKey
 from holdfast.worker.step_update import Heartbeat, Hello, Rejection, StepUpdate
 from holdfast.worker.wire.link_requests import LINK_BOUNDS, engine_request
 from holdfast.worker.wire.link_responses import (
@@ -331,9 +331,6 @@ class RouterLink:
             rejection = Rejection(attempt=attempt, error=error)
             self._outbox.put_nowait(StepUpdate(load=self._engine.load, rejections=(rejection,)))
             return
-        self._begin(request, attempt)
-
-    def _begin(self, request: EngineRequest, attempt: AttemptKey) -> None:
         if self._traces is not None:
             self._traces.submitted(attempt, request)
         self._engine.submit(request, self, attempt)

@@ -112,7 +112,7 @@ class GenerationEndpoints:
         generations = [
             submission.of(one, number=number, num_prompts=len(bare), choices=choices) for number, one in enumerate(bare)
         ]
-        if (reading := CURRENT_READING.get()) is not None:
+        if len(generations) > 1 and (reading := CURRENT_READING.get()) is not None:
             reading.expect(len(generations))
         if not body.streams:
             async with AsyncExitStack() as stack:
