@@ -4,7 +4,6 @@ import os
 import select
 import socket
 import struct
-import threading
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -16,23 +15,10 @@ import torch.distributed as dist
 from holdfast.worker.executors import rendezvous as rendezvous_module
 from holdfast.worker.executors.rendezvous import MAX_CALLERS, Connections, RankListener, Rendezvous, call, meet
 from holdfast.worker.executors.tensor_parallel import _served_store
+from tests.in_thread import in_thread
 
 HOST = "127.0.0.1"
 LIMIT_S = 60.0
-
-
-def in_thread(work) -> Future:
-    """What `work` returns or raises."""
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 def reset(connection: socket.socket) -> None:
