@@ -23,12 +23,12 @@ from holdfast.worker.models.damaged_weights import damaged
 from holdfast.worker.models.executor_protocols import MultiStepExecutor, OverlappingExecutor
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_backend import HfBackend
-from holdfast.worker.models.made_codes import made_if_small
 from holdfast.worker.models.memory import default_block_size
 from holdfast.worker.models.model import build_rank_model, serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
 from holdfast.worker.models.native_backend import UNIT_NUMERICS, make_backend, prepare
 from holdfast.worker.models.parallelize import Target
+from holdfast.worker.models.proof import made_if_small
 from holdfast.worker.models.quantized_activations import refused
 from holdfast.worker.models.stated_layout import read_stated
 from holdfast.worker.models.weight_files import weight_files

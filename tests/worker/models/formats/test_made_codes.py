@@ -16,7 +16,7 @@ from holdfast.worker.executors.cpu.tile_memory import linears
 from holdfast.worker.executors.layout import DecoderLayout, Experts
 from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.tensor_parallel import SingleRank, TensorParallelGroup
-from holdfast.worker.models import made_codes, proof
+from holdfast.worker.models import proof
 from holdfast.worker.models.backend import LoadedBackend, load_backend
 from holdfast.worker.models.coded_bytes import memory_of_weights
 from holdfast.worker.models.compact import compact_tensors
@@ -51,7 +51,6 @@ def loaded(folder: Path, quantization: str) -> LoadedBackend:
 def make_only_for(most_numbers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger models are large ones."""
     monkeypatch.setattr(proof, "MAX_REFERENCE_NUMBERS", most_numbers)
-    monkeypatch.setattr(made_codes, "MAX_REFERENCE_NUMBERS", most_numbers)
 
 
 @pytest.mark.parametrize("quantization", SCHEMES)
