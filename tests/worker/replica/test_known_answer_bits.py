@@ -25,7 +25,6 @@ from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import ModelRunner, follow
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu import executor as cpu_executor
-from holdfast.worker.executors.cpu import sampler as cpu_sampler
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.hf_backend import HfBackend
@@ -156,8 +155,7 @@ def test_a_replica_in_int8_has_the_same_bits_with_every_class_of_instructions(
     mixed_file, digest_in_int8, name, monkeypatch
 ):
     library = library_or_skip(name)
-    for module in (cpu_executor, cpu_sampler):
-        monkeypatch.setattr(module, "load_library", lambda _=None: library)
+    monkeypatch.setattr(cpu_executor, "load_library", lambda _=None: library)
     replica = Replica.start(config_of(mixed_file, "native"))
     ask_under_load(replica, 2)
     backend = replica.engine._runner._runner.backend
