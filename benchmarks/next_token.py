@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from unittest.mock import patch
 
 import torch
@@ -28,7 +28,8 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.peers.models import SHAPES, draw_weights
+from benchmarks.peers.models import draw_weights
+from benchmarks.peers.shapes import SHAPES
 from holdfast.worker.config import (
     CacheConfig,
     ModelConfig,
@@ -47,20 +48,8 @@ from holdfast.worker.step_plan import StepPlan
 from holdfast.worker.step_update import EngineStats
 
 _VOCAB: Final = 248_320
-MODELS: Final[dict[str, tuple[int, dict[str, Any]]]] = {
-    "0.8B": (24, {}),
-    "4B": (
-        32,
-        {
-            "hidden_size": 2560,
-            "intermediate_size": 9216,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "linear_num_value_heads": 32,
-        },
-    ),
-}
-"""Layers of the whole model, and what its shape has unlike that of 0.8B."""
+MODELS: Final = {"0.8B": ("Q", 24), "4B": ("F", 32)}
+"""Shape of a model, and layers of the whole one."""
 _PROMPT: Final = 128
 
 COLUMNS: Final = (
@@ -79,12 +68,11 @@ def make_model(name: str, num_layers: int, folder: Path) -> Path:
     """Writes a model with its next-token layer. The vocabulary has the part of its rows that `num_layers` are of all
     layers, so that the head keeps its share of a step.
     """
-    shape = SHAPES["Q"]
-    all_layers, changes = MODELS[name]
+    shape_name, all_layers = MODELS[name]
+    shape = SHAPES[shape_name]
     types = [kind for _, kind in zip(range(num_layers), shape.sizes["layer_types"] * all_layers, strict=False)]
     sizes = {
         **shape.sizes,
-        **changes,
         "num_hidden_layers": num_layers,
         "layer_types": types,
         "vocab_size": _VOCAB * num_layers // all_layers // 64 * 64,

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Final
 
 TYPES: Final = ("q4_0", "q4_1", "q8_0", "q4_k_m")
-SOURCES: Final = ("smollm2", "S", "M", "L", "Q", "G", "N")
+SOURCES: Final = ("smollm2", "S", "M", "L", "Q", "F", "G", "N", "E")
 SCHEMES: Final = ("int8", "int4")
 """Schemes of `holdfast quantize`."""
-PLAIN: Final = ("S", "M", "L", "Q", "G", "N")
+PLAIN: Final = ("S", "M", "L", "Q", "F", "G", "N", "E")
 """Models of which there are folders."""
 FILE: Final = "model.gguf"
 _PACKAGED: Final = ("smollm2", "q4_1")

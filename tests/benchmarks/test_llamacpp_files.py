@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.peers import models
+from benchmarks.peers import models, shapes
 from tests.parity.harness import load, logits_in_chunks, worker_config
 
 CONVERTER = Path(models.__file__).parent / "drivers" / "llamacpp_convert.py"
@@ -17,6 +17,8 @@ DELTA = {"linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_hea
 CHANGES = {
     "L": {"intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2},
     "Q": {"intermediate_size": 96, "linear_num_value_heads": 2, **DELTA},
+    "F": {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_value_heads": 6}
+    | DELTA,
     "G": {"shared_intermediate_size": 96, "intermediate_size": 96, "mamba_n_heads": 8, "mamba_d_head": 16}
     | {"mamba_d_state": 16, "num_attention_heads": 4, "num_key_value_heads": 2},
     "N": {
@@ -32,10 +34,10 @@ CHANGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_converted_hybrid_has_the_logits_of_its_folder(name, tmp_path, monkeypatch):
-    shape = models.SHAPES[name]
+    shape = shapes.SHAPES[name]
     sizes = {**shape.sizes, **SMALL, **CHANGES[name]}
     sizes["layer_types"] = sizes["layer_types"][:1] * 3 + ["full_attention"]
-    monkeypatch.setitem(models.SHAPES, name, replace(shape, sizes=sizes))
+    monkeypatch.setitem(shapes.SHAPES, name, replace(shape, sizes=sizes))
     models.make_model(name, tmp_path / "folder")
     subprocess.run([sys.executable, CONVERTER, tmp_path / "folder", tmp_path / "model.gguf"], check=True)
     prompts = [list(range(40, 75)), [300, 299, 7]]

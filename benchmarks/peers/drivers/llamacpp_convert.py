@@ -1,5 +1,5 @@
-"""Converter of a model folder (Hugging Face, bf16 safetensors) to a GGUF file of the same bits: llama, qwen2, and
-hybrids (`llamacpp_hybrids.py`).
+"""Converter of a model folder (Hugging Face, bf16 safetensors) to a GGUF file of the same bits: llama, qwen2,
+hybrids (`llamacpp_hybrids.py`) and Gemma 4 (`llamacpp_gemma4.py`).
 
     python llamacpp_convert.py MODEL_FOLDER OUT_FILE
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from llamacpp_gemma4 import ARCHITECTURE, MODEL_TYPE, add_gemma4_shape, add_gemma4_tensors
 from llamacpp_hybrids import HYBRIDS, add_hybrid_shape, add_hybrid_tensors
 from llamacpp_parts import add_sizes, add_words, numbers_of, stored_tensors
 
@@ -90,15 +91,24 @@ def add_tensors(writer: gguf.GGUFWriter, model: Path, config: dict[str, Any]) ->
 def main() -> None:
     model, out = Path(sys.argv[1]), Path(sys.argv[2])
     config = json.loads((model / "config.json").read_text())
-    is_hybrid = config["model_type"] in HYBRIDS
-    writer = gguf.GGUFWriter(out, HYBRIDS.get(config["model_type"], config["model_type"]))
-    (add_hybrid_shape if is_hybrid else add_shape)(writer, config)
+    architecture, shape, tensors = _parts_of(config["model_type"])
+    writer = gguf.GGUFWriter(out, architecture)
+    shape(writer, config)
     add_tokenizer(writer, json.loads((model / "tokenizer.json").read_text()), config)
-    (add_hybrid_tensors if is_hybrid else add_tensors)(writer, model, config)
+    tensors(writer, model, config)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _parts_of(model_type: str) -> tuple[str, Any, Any]:
+    """Architecture in GGUF, and what adds metadata and tensors."""
+    if model_type in HYBRIDS:
+        return HYBRIDS[model_type], add_hybrid_shape, add_hybrid_tensors
+    if model_type == MODEL_TYPE:
+        return ARCHITECTURE, add_gemma4_shape, add_gemma4_tensors
+    return model_type, add_shape, add_tensors
 
 
 if __name__ == "__main__":

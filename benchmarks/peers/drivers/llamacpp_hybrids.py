@@ -1,5 +1,5 @@
-"""Metadata and tensors of hybrids in GGUF files: lfm2, qwen3_5_text of as many key as value heads, qwen3_next, and
-granitemoehybrid without experts. For `llamacpp_convert.py`.
+"""Metadata and tensors of hybrids in GGUF files: lfm2, qwen3_5_text, qwen3_next, and granitemoehybrid without experts.
+For `llamacpp_convert.py`.
 """
 
 from collections.abc import Iterator
@@ -88,6 +88,8 @@ def add_hybrid_tensors(writer: gguf.GGUFWriter, model: Path, config: dict[str, A
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
     stored = _stacked(stored_tensors(model / "model.safetensors"))
+    if architecture == "qwen35":
+        stored = ((name, _with_value_heads_apart(name, words, config)) for name, words in stored)
     for name, words in (part for one in stored for part in _parts(*one, config)):
         own = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), try_suffixes=(".weight", ".bias"))
         assert own is not None or name.startswith("blk."), name
@@ -109,6 +111,22 @@ def _stacked(stored: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np
             yield name, words
     for name, own in experts.items():
         yield name, np.stack([own[expert] for expert in sorted(own)])
+
+
+def _with_value_heads_apart(name: str, words: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """Value heads of Gated DeltaNet as llama.cpp has them: the first of each key head, then the second ones."""
+    module, _, part = name.rpartition("linear_attn.")
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if not module or part == "norm.weight" or keys == values:
+        return words
+    if part == "out_proj.weight":
+        return _turned(words.T, keys, values).T
+    first = 2 * keys * config["linear_key_head_dim"] if part in ("in_proj_qkv.weight", "conv1d.weight") else 0
+    return np.concatenate((words[:first], _turned(words[first:], keys, values)))
+
+
+def _turned(rows: np.ndarray, keys: int, values: int) -> np.ndarray:
+    return rows.reshape(keys, values // keys, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
 
 
 def _parts(name: str, words: np.ndarray, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:

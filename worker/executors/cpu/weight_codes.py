@@ -23,7 +23,7 @@ def searched_codes(weights: Tensor, group: int) -> tuple[Tensor, Tensor]:
     in the weights' dtype. `group` inputs share a scale: 16, 32, 64, 128 or 256, a divisor of `in`.
 
     A code is the weight / its scale, rounded to even. Of 26 ways to code a group, the one with the least squared error
-    is taken with the scale that is best for its codes, which is then rounded to the dtype (`native/quantize.cpp`).
+    is taken with the scale that is best for its codes, which is then rounded to the dtype (`native/search_codes.cpp`).
     Raises `NotFiniteError`.
     """
     outputs, inputs = weights.shape

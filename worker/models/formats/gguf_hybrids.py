@@ -1,5 +1,5 @@
-"""Architectures of GGUF files whose layers keep states or latents: LFM2, Granite 4 H, Nemotron, Falcon-H1, Mamba2,
-Qwen3.5, Qwen3-Next, DeepSeek and GLM-4.7-Flash. llama.cpp's converter changes some of their tensors, which is undone.
+"""Architectures of GGUF files whose layers differ, or keep states or latents: Gemma 4, LFM2, Granite 4 H, Nemotron,
+Falcon-H1, Mamba2, Qwen3.5, Qwen3-Next, DeepSeek, GLM-4.7-Flash. What llama.cpp's converter changes is undone.
 """
 
 from collections import Counter
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from holdfast.worker.models.formats import gguf_hybrid_configs
+from holdfast.worker.models.formats import gguf_gemma4, gguf_hybrid_configs
 from holdfast.worker.models.formats.gguf_experts import QWEN_EXPERTS, QWEN_ROUTER, QWEN_SHARED, each_expert
 from holdfast.worker.models.formats.gguf_header import Header
 from holdfast.worker.models.formats.gguf_hybrid_changes import (
@@ -68,6 +68,7 @@ _CLASSES: Final = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
@@ -195,6 +196,14 @@ HYBRIDS: Final[Mapping[str, Hybrid]] = {
         optional=frozenset({"ssm_norm.weight"}),
         changes=_MAMBA_CHANGES,
     ),
+    "gemma4": Hybrid(
+        model_type="gemma4_text",
+        settings=gguf_gemma4.gemma4,
+        top={**gguf_gemma4.TOP, **gguf_gemma4.OWN_INPUTS},
+        parts=gguf_gemma4.PARTS,
+        optional=frozenset(gguf_gemma4.OWN_INPUTS),
+        changes={"ffn_gate_up_exps.weight": gguf_gemma4.gate_and_up},
+    ),
     "granitehybrid": Hybrid(
         model_type="granitemoehybrid",
         settings=gguf_hybrid_configs.granite_hybrid,
@@ -320,7 +329,8 @@ def hybrid_tensors(header: Header, config: Mapping[str, Any]) -> list[NamedTenso
         for each, one in each_expert(whole, tensor):
             named = NamedTensor(name=each, stored=one, part=part_of.get(tensor.name, 0), plus=plus)
             found += change(named, config)
-    needed = {stored for stored in names if stored.split(".", 2)[-1] not in hybrid.optional and stored != _HEAD}
+    optional = hybrid.optional | {_HEAD}
+    needed = {stored for stored in names if not {stored, stored.split(".", 2)[-1]} & optional}
     if missing := needed - header.tensors.keys():
         raise NotUnderstood(f"lacks {len(missing)} tensors, such as {min(missing)}")
     return sorted(found, key=lambda one: (one.name, one.part))

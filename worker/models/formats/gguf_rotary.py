@@ -40,6 +40,13 @@ def rope_parameters(metadata: Metadata) -> dict[str, Any]:
     raise NotUnderstood(f"has rotary angles of kind {kind!r}")
 
 
+def rotary_factors(metadata: Metadata) -> NDArray[np.float64]:
+    """Divisors of the angles, [head / 2]. Raises `NotUnderstood` for a file that lacks them."""
+    if not metadata.has(_FACTORS):
+        raise NotUnderstood(f"lacks the tensor {_FACTORS}")
+    return _numbers(metadata, metadata.header.tensors[_FACTORS])
+
+
 def _yarn(metadata: Metadata) -> dict[str, Any]:
     keys = {
         "original_max_position_embeddings": "rope.scaling.original_context_length",
@@ -52,7 +59,7 @@ def _yarn(metadata: Metadata) -> dict[str, Any]:
 
 
 def _llama3(metadata: Metadata, theta: float) -> dict[str, Any]:
-    factors = _numbers(metadata, metadata.header.tensors[_FACTORS])
+    factors = rotary_factors(metadata)
     factor = float(factors.max())
     dim = 2 * len(factors)
     wavelengths = 2 * math.pi * theta ** (np.arange(0, dim, 2) / dim)

@@ -15,9 +15,12 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 """Types of tokens, as llama.cpp numbers them; 6 is a byte."""
 
 _SPACE: Final = "▁"
+_WITH_SPACES: Final = frozenset({"llama", "gemma4"})
+"""Kinds whose tokens have spaces as `_SPACE`, and bytes of unknown characters as tokens of their own."""
+
 _NAMED: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _ENDS: Final = ("eos", "eot", "eom")
-_ENDS_OF_TURNS: Final = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"})
+_ENDS_OF_TURNS: Final = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>"})
 """Control tokens that end an answer where the file names none, by their texts."""
 
 _LLAMA3: Final = (
@@ -66,10 +69,10 @@ class GgufTokenizer:
         kind = self._get("model")
         if kind == "gpt2":
             self.tokenizer = self._byte_level()
-        elif kind == "llama":
-            self.tokenizer = self._sentencepiece()
+        elif kind in _WITH_SPACES:
+            self.tokenizer = self._with_spaces()
         else:
-            raise NotUnderstood(f"has a tokenizer of kind {kind!r}; supported kinds are gpt2 and llama")
+            raise NotUnderstood(f"has a tokenizer of kind {kind!r}; supported kinds are gpt2, llama and gemma4")
         self._add_tokens()
         self._add_ends()
 
@@ -140,11 +143,13 @@ class GgufTokenizer:
         split = pre_tokenizers.Split(Regex(_SPLITS[self._pre]), behavior="isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
-    def _sentencepiece(self) -> Tokenizer:
+    def _with_spaces(self) -> Tokenizer:
+        """Merges are by ranks of tokens, as SentencePiece has them, unless the file has them."""
         vocabulary = self._vocabulary()
         if self._is_gemma:  # whose tokens of spaces are written as such
             vocabulary = {_SPACE * len(text) if not text.strip(" ") else text: i for text, i in vocabulary.items()}
-        merges = _merges(vocabulary, self._ranks(vocabulary), self._mergeable(vocabulary))
+        merges: Sequence[Any] = [tuple(merge.split(" ")) for merge in self._get("merges") or ()]
+        merges = merges or _merges(vocabulary, self._ranks(vocabulary), self._mergeable(vocabulary))
         tokenizer = _bpe(vocabulary, merges, unk_token=self._named("unknown"), fuse_unk=True, byte_fallback=True)
         has_prefix = self._get("add_space_prefix", not self._is_gemma)
         prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
@@ -181,7 +186,7 @@ class GgufTokenizer:
 
     def _add_ends(self) -> None:
         """The tokens that a text begins and ends with."""
-        by_default = self._get("model") == "llama" or self._pre in _BEGINS_WITH_BOS
+        by_default = self._get("model") in _WITH_SPACES or self._pre in _BEGINS_WITH_BOS
         begin = self._named("bos") if self._get("add_bos_token", by_default) else None
         end = self._named("eos") if self._get("add_eos_token", False) else None
         around = [text for text in (begin, end) if text is not None]

@@ -1,4 +1,4 @@
-"""GGUF files of tiny models whose layers keep states or latents, changed as llama.cpp's converter changes them.
+"""GGUF files of tiny models whose layers differ, or keep states or latents, as llama.cpp's converter changes them.
 
 Names of tensors are the `gguf` package's own mapping; nothing here is Holdfast's.
 """
@@ -48,6 +48,8 @@ CONVERTED: dict[str, tuple[str, str]] = {
     "deepseek v2": ("deepseek2", "deepseek_v2"),
     "deepseek v3": ("deepseek2", "deepseek_v3"),
     "glm-4.7-flash": ("deepseek2", "glm4_moe_lite"),
+    "gemma4, shared keys": ("gemma4", "gemma4_text, shared keys"),
+    "gemma4, a mixture": ("gemma4", "gemma4_text"),
 }
 """By name: GGUF's architecture, and the pattern or family that is converted."""
 
@@ -70,7 +72,7 @@ def write_hybrid(
     """
     architecture, pattern = CONVERTED[name]
     source = where / "folder"
-    if architecture == "deepseek2":
+    if architecture in ("deepseek2", "gemma4"):
         save_tiny_model(pattern, source, **changes)
     else:
         least = {"time_step_min": 0.001} if architecture.startswith("nemotron") else {}  # which no metadata say
@@ -87,6 +89,8 @@ def write_hybrid(
             rows = plain.reshape(-1, plain.shape[-1]) if plain.ndim == 3 else plain
             stored, _ = quantized(rows, used)
             add_tensor(writer, own, stored.reshape(*plain.shape[:-1], -1), used)
+    for own, tensor in converter.extra():
+        add_tensor(writer, own, tensor.numpy(), "F32")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -122,8 +126,16 @@ class Converter(Metadata):
             "qwen35moe": self._qwen,
             "qwen3next": self._qwen,
             "deepseek2": self._deepseek,
+            "gemma4": self._gemma4,
         }
         yield from rules.get(self.architecture, self._mamba)(name, tensor)
+
+    def extra(self) -> Named:
+        """Tensors that the folder has not: Gemma 4's factors of rotary angles."""
+        if self.architecture == "gemma4":
+            half = next(iter(self.config["per_layer_config"].values()))["head_dim"] // 2
+            turned = int(half * self.config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+            yield "rope_freqs.weight", torch.tensor([1.0] * turned + [1e30] * (half - turned))
 
     def _own(self, name: str) -> str:
         name = name.replace(".dt_bias", ".dt_proj.bias").replace("e_score_correction_bias", "e_score_correction.bias")
@@ -236,6 +248,16 @@ class Converter(Metadata):
         inner = {"in_proj_z": value, "in_proj_a": 1, "in_proj_b": 1, "A_log": 1, "dt_bias": 1}
         found = next((size for part, size in inner.items() if part in name and "linear_attn" in name), None)
         return tensor if found is None else tiled(tensor, found)
+
+    # --- Gemma 4 ---
+
+    def _gemma4(self, name: str, tensor: Tensor) -> Named:
+        scales = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+        block = re.search(r"layers\.(\d+)\.(.*)", name)
+        if block is not None and block[2] in scales:
+            yield f"blk.{block[1]}.{scales[block[2]]}", tensor
+        else:
+            yield self._own(name if name.endswith(".weight") else f"{name}.weight"), tensor
 
     # --- latents ---
 

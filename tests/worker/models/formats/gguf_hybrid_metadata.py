@@ -26,6 +26,7 @@ class Metadata:
             "falcon-h1": self._of_falcon,
             "mamba2": self._of_mamba2,
             "deepseek2": self._of_deepseek,
+            "gemma4": self._of_gemma4,
         }
         eps = next(config[key] for key in ("rms_norm_eps", "norm_eps", "layer_norm_epsilon") if key in config)
         found = {
@@ -46,6 +47,36 @@ class Metadata:
 
     def _of_angles(self) -> dict[str, Any]:
         return {"rope.freq_base": float(self.config["rope_parameters"]["rope_theta"])}
+
+    def _of_gemma4(self) -> dict[str, Any]:
+        config, own = self.config, self.config["per_layer_config"]
+        whole = next(iter(own.values()))
+        windows = [kind == "sliding_attention" for kind in config["layer_types"]]
+        shared, inner = config["num_kv_shared_layers"], config["intermediate_size"]
+        wide = inner * (2 if config["use_double_wide_mlp"] else 1)
+        kv, rope = config["num_key_value_heads"], config["rope_parameters"]
+        of_experts = {
+            "expert_count": config["num_experts"],
+            "expert_used_count": config["top_k_experts"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+        }
+        return {
+            **(of_experts if config["enable_moe_block"] else {}),
+            "attention.head_count": config["num_attention_heads"],
+            "attention.head_count_kv": [kv if one else whole.get("num_key_value_heads", kv) for one in windows],
+            "attention.key_length": whole["head_dim"],
+            "attention.value_length": whole["head_dim"],
+            "attention.key_length_swa": config["head_dim"],
+            "attention.value_length_swa": config["head_dim"],
+            "attention.sliding_window": config["sliding_window"],
+            "attention.sliding_window_pattern": windows,
+            "attention.shared_kv_layers": shared,
+            "embedding_length_per_layer_input": config["hidden_size_per_layer_input"],
+            "feed_forward_length": [inner] * (len(windows) - shared) + [wide] * shared,
+            "final_logit_softcapping": float(config["final_logit_softcapping"]),
+            "rope.freq_base": float(rope["full_attention"]["rope_theta"]),
+            "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
+        }
 
     def _of_lfm2(self) -> dict[str, Any]:
         config = self.config

@@ -1,4 +1,4 @@
-"""GGUF files of models whose layers keep states or latents are the Hugging Face folders that they come from."""
+"""GGUF files of models whose layers differ, or keep states or latents, are the folders that they come from."""
 
 import re
 
@@ -29,6 +29,11 @@ FALCONS = {"falcon", "falcon, norms"}
 """What multiplies their parts, the converter has multiplied their weights by."""
 
 
+GEMMAS = ("gemma4, shared keys", "gemma4, a mixture")
+EXACT_ROOTS = {"hidden_size": 64, "hidden_size_per_layer_input": 64}
+"""Embeddings are scaled by their roots, which a file's dtype rounds."""
+
+
 def logits(leader: LeaderRunner) -> list[torch.Tensor]:
     assert is_run_by(leader, "native")
     return logits_in_chunks(leader, PROMPTS, chunk=16)
@@ -48,19 +53,20 @@ def test_each_is_the_folder_that_it_comes_from(name, size, tmp_path):
     assert differing(written, size) <= {"layers.state.a_log"}
 
 
-@pytest.mark.parametrize("name", ["falcon, norms", "qwen3.5", "nemotron", "glm-4.7-flash"])
+@pytest.mark.parametrize("name", ["falcon, norms", "qwen3.5", "nemotron", "glm-4.7-flash", *GEMMAS])
 def test_a_file_has_the_logits_of_hugging_face(name, tmp_path):
     written = write_hybrid(name, tmp_path)
     ours = logits(load(worker_config(written.file)))
     assert relative_difference(ours, reference_logits(hugging_face(written.folder), PROMPTS)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5, a mixture", "granite, dense", "deepseek v3"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5, a mixture", "granite, dense", "deepseek v3", *GEMMAS])
 def test_a_file_in_blocks_is_what_it_is_dequantized(name, tmp_path):
     (tmp_path / "numbers").mkdir()
     (tmp_path / "blocks").mkdir()
-    numbers = write_hybrid(name, tmp_path / "numbers", change=in_blocks, hidden_size=64)
-    blocks = write_hybrid(name, tmp_path / "blocks", "Q8_0", hidden_size=64)
+    changes = EXACT_ROOTS if name == "gemma4, shared keys" else {"hidden_size": 64}
+    numbers = write_hybrid(name, tmp_path / "numbers", change=in_blocks, **changes)
+    blocks = write_hybrid(name, tmp_path / "blocks", "Q8_0", **changes)
     ours, theirs = (logits(load(worker_config(one.file, dtype="float32"))) for one in (blocks, numbers))
     assert all(map(torch.equal, ours, theirs))
 
@@ -82,6 +88,17 @@ class TestMistakes:
         found = self.differing("qwen3.5", "ssm_out", lambda one: one.roll(16, 1), tmp_path)
         assert found == {"layers.state.output.weights", "layers.state.a_log"}
 
+    @pytest.mark.parametrize(
+        ("part", "change", "shown"),
+        [
+            ("layer_output_scale", lambda one: one * 2, "layers.output_scale"),
+            ("ffn_gate_up_exps", lambda one: one.roll(16, 1), "layers.beside.experts.experts.up.weights"),
+            ("ffn_down_exps.scale", lambda one: one.flip(0), "layers.beside.experts.scales"),
+        ],
+    )
+    def test_mistakes_in_a_mixture_of_gemma(self, part, change, shown, tmp_path):
+        assert self.differing("gemma4, a mixture", part, change, tmp_path) == {shown}
+
     def test_a_changed_gate_shows(self, tmp_path):
         swapped = {"ffn_gate.": -1.0}
         found = self.differing("granite, dense", "ffn_gate.", lambda one: one * swapped["ffn_gate."], tmp_path)
@@ -101,6 +118,10 @@ class TestMistakes:
         ("qwen3.5", {"qwen35.ssm.group_count": 3}, "3 key heads and 8 value heads"),
         ("lfm2", {"lfm2.shortconv.l_cache": 0}, "shortconv.l_cache = 0"),
         ("mamba2", {"mamba2.ssm.time_step_rank": 7}, "in 7 heads of Mamba2"),
+        ("gemma4, shared keys", {"gemma4.attention.sliding_window_pattern": [True] * 6}, "the last false"),
+        ("gemma4, shared keys", {"gemma4.feed_forward_length": [48, 96, 48, 48, 48, 48]}, "which no Gemma 4 has"),
+        ("gemma4, shared keys", {"gemma4.attention.key_length": 32}, "rotary factors"),
+        ("gemma4, a mixture", {"gemma4.attention.head_count_kv": [2, 1, 3]}, "one number a kind"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(name, fields, message, tmp_path):

@@ -124,6 +124,13 @@ def test_sentencepiece_tokenizers(prefix):
     assert_same(GgufTokenizer(metadata, "llama").tokenizer, theirs)
 
 
+def test_a_tokenizer_with_spaces_and_merges():
+    """Gemma 4's: tokens as in SentencePiece, and merges in their own order."""
+    theirs = sentencepiece(prefix=False)
+    metadata = metadata_of(theirs, model="gemma4", merges=merges_of(theirs), add_space_prefix=False)
+    assert_same(GgufTokenizer(metadata, "gemma4").tokenizer, theirs)
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

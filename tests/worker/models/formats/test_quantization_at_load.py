@@ -9,6 +9,7 @@ import torch
 
 from holdfast.worker.config import ModelConfig, WorkerConfig
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.cpu import weight_codes
 from holdfast.worker.executors.cpu.weight_codes import eight_bit_codes, put_numbers, searched_codes
 from holdfast.worker.executors.stored_matrix import BytesAndScales
 from holdfast.worker.models.compact import compact_tensors
@@ -20,6 +21,7 @@ from holdfast.worker.models.weight_files import weight_bytes
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import worker_config
+from tests.worker.executors.cpu.native import library_or_skip
 from tests.worker.models.formats import reference_rule as reference
 from tests.worker.models.formats.quantized_folders import SIZES, write
 from tests.worker.models.layouts import differences_of
@@ -40,10 +42,13 @@ def weight_of(dtype: torch.dtype, outputs: int = 9, inputs: int = 256) -> torch.
     return weight.to(dtype)
 
 
+@pytest.mark.parametrize("name", ["avx2", "avx512"])
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_of_4_bits_are_those_of_the_written_rule(dtype, group):
-    weight = weight_of(dtype)
+def test_codes_of_4_bits_are_those_of_the_written_rule(dtype, group, name, monkeypatch):
+    """Groups that do not fill a last pass of eight or sixteen lanes among them."""
+    weight, library = weight_of(dtype), library_or_skip(name)
+    monkeypatch.setattr(weight_codes, "load_library", lambda: library)
     words, scales = searched_codes(weight, group)
     codes = PackedCodes(stored=words, bits=4, packed_dim=1, middle=8).read((0, 9), (0, 256))
     wanted, wanted_scales = reference.four_bits(weight, group)
