@@ -37,9 +37,9 @@ from holdfast.cluster.offline.lora import LoRARequest
 from holdfast.cluster.offline.outputs import RequestOutput
 from holdfast.worker.adapter import Adapter
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import ModelRunner
+from holdfast.worker.executors.step_batch import StepBatch
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.safetensors_header import read_header
 from holdfast.worker.sampling_params import SamplingParams
 

@@ -113,8 +113,8 @@ def run(policy: str, runner: StepRunner, info: ModelInfo, load: list[EngineReque
 
 def load_model(model: str, num_blocks: int | None, num_threads: int | None = None) -> tuple[StepRunner, ModelInfo]:
     """One rank in this process."""
-    from holdfast.worker.distributed.tensor_parallel import SingleRank
     from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+    from holdfast.worker.executors.tensor_parallel import SingleRank
     from holdfast.worker.replica.rank import default_device, prepare_process
 
     path = str(bundled_path(model)) if model == "demo" else model

@@ -27,9 +27,9 @@ from rich.table import Table
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.worker.config import CacheConfig, KVCacheDtype, ModelConfig, WorkerConfig
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.cpu import executor, library
+from holdfast.worker.executors.step_batch import StepBatch
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models import rank_share
 from holdfast.worker.models.loading import LoadedModel, load_model
 

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.decoder_steps import Kind, Timed, load, make_batch
+from benchmarks.own_pool_sampler import OwnPoolSampler
 from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.cpu import library
 from holdfast.worker.executors.cpu.sampler import NativeSampler
@@ -161,7 +162,7 @@ def other_sampler(path: Path, threads: int) -> NativeSampler:
     """A sampler of another library, which is loaded as it is, whatever sources it was made from."""
     library.load_library.cache_clear()
     with patch.object(library, "path_of", lambda name: path):
-        sampler = NativeSampler.with_threads(threads)
+        sampler = OwnPoolSampler.with_threads(threads)
     library.load_library.cache_clear()
     return sampler
 
@@ -217,7 +218,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     step = load("native", options.step_of) if options.step_of else None
     vocab = step.loaded.info.vocab_size if step else options.vocab
-    samplers: dict[str, StepSampler] = {"native": NativeSampler.with_threads(options.threads)}
+    samplers: dict[str, StepSampler] = {"native": OwnPoolSampler.with_threads(options.threads)}
     if options.against:
         samplers["against"] = other_sampler(options.against, options.threads)
     kinds = {k: v for k, v in KINDS.items() if not options.kinds or any(word in k for word in options.kinds)}

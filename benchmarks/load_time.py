@@ -46,7 +46,7 @@ import json, mmap, os, re, sys, time
 from pathlib import Path
 import torch
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import ModelRunner
 from holdfast.worker.executors.cpu.library import load_library
 import holdfast.worker.models.proof, holdfast.worker.models.stated_layout

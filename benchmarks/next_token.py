@@ -38,8 +38,8 @@ from holdfast.worker.config import (
     SpeculationConfig,
     WorkerConfig,
 )
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.scheduler import Scheduler

@@ -27,11 +27,11 @@ from rich.console import Console
 from rich.table import Table
 
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.cpu.build import CLASSES, SOURCES, find_compiler
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.cpu.library import runnable_classes
+from holdfast.worker.executors.step_batch import StepBatch
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.loading import load_model
 from holdfast.worker.models.native_backend import NativeBackend
 

@@ -20,11 +20,11 @@ from safetensors.torch import load_file
 
 from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.executors.cpu.products import NativePool, PackedProduct
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.linear import Linear
 from holdfast.worker.replica.known_answer import KnownAnswerCheck

@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.decoding_streams import begin_streams, cpu_times, parser_of, prompt_of
 from benchmarks.disk_tier import first_token
 from holdfast.cluster.offline.inference_engine import InferenceEngine
-from holdfast.worker.cache.prefix_cache import HashChain
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.engine.block_frames import Block
 from holdfast.worker.engine.block_mover import BlockMover
 from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey

@@ -123,8 +123,8 @@ def run(method: Method, runner: StepRunner, info: ModelInfo, load: list[EngineRe
 
 def load_model(num_threads: int | None) -> tuple[StepRunner, ModelInfo]:
     """The bundled pair, one rank in this process."""
-    from holdfast.worker.distributed.tensor_parallel import SingleRank
     from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+    from holdfast.worker.executors.tensor_parallel import SingleRank
     from holdfast.worker.replica.rank import default_device, prepare_process
 
     speculation = SpeculationConfig(speculative="draft")

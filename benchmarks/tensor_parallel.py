@@ -26,8 +26,8 @@ from benchmarks.decoder_steps import KINDS, Kind, Timed, make_batch
 from benchmarks.free_port import pick_port
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from holdfast.worker.distributed.rendezvous import Rendezvous
-from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank, TensorParallelGroup
+from holdfast.worker.executors.rendezvous import Rendezvous
+from holdfast.worker.executors.tensor_parallel import DistributedGroup, SingleRank, TensorParallelGroup
 from holdfast.worker.models.loading import LoadedModel, load_model
 
 END: Final = len(KINDS)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.models.gguf.folder import hf_folder, tokenizer_reason
+from holdfast.worker.models.formats.gguf_folder import hf_folder, tokenizer_reason
 
 
 def load_tokenizer(path: str) -> Tokenizer:

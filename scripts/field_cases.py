@@ -53,7 +53,7 @@ TESTS: Final[Mapping[str, str]] = {
     "core/02": "tests/router/dispatch/test_dispatch_host.py",
     "core/03": "tests/cluster/client/test_handover.py",
     "core/05": "tests/router/dispatch/test_sleeping_models.py",
-    "core/06": "tests/worker/distributed/test_rendezvous.py",
+    "core/06": "tests/worker/executors/test_rendezvous.py",
     "core/09": "tests/router/api/grpc/test_refusals.py",
 }
 """Tests of the same, which are run where a case imports names that this version does not have."""

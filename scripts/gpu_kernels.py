@@ -20,9 +20,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.kv_cache import KVCache, KVSpec
 from holdfast.worker.executors.linears import Linear
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from scripts.gpu_shapes import CODES, SHAPES, Shape, coded_matrix, decode_batch, drawn_rows, layout_of, prompt_batch
 
 TABLE: Final = Path(__file__).parent.parent / "docs" / "gpu-kernels.json"

@@ -7,11 +7,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.coded import CodedMatrix, CodeForm, CodeKind, Offset
 from holdfast.worker.executors.layout import Activation, Attention, DecoderLayout, Experts, Layer, Mlp, Rotary
 from holdfast.worker.executors.linears import Linear, Norm
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 

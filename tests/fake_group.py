@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup, ordered_sum
+from holdfast.worker.executors.tensor_parallel import Message, TensorParallelGroup, ordered_sum
 
 T = TypeVar("T")
 

@@ -15,14 +15,8 @@ PACKAGES = ("worker", "router", "cluster")
 FLOORS = {  # from the ground up
     "worker": (
         ("worker",),
-        ("worker/cache", "worker/distributed", "worker/executors", "worker/executors/gpu/kernels", "worker/wire"),
-        (
-            "worker/scheduler",
-            "worker/executors/cpu",
-            "worker/executors/gpu",
-            "worker/models/gguf",
-            "worker/models/quantization",
-        ),
+        ("worker/cache", "worker/executors", "worker/executors/gpu/kernels", "worker/wire"),
+        ("worker/scheduler", "worker/executors/cpu", "worker/executors/gpu", "worker/models/formats"),
         ("worker/models",),
         ("worker/engine",),
         ("worker/replica",),
@@ -73,7 +67,7 @@ NEVER_LOADS = {  # by file or folder, for all below it
     "worker": {"ray"},
     "worker/cache": TENSORS | IO,
     "worker/scheduler": TENSORS | IO,
-    **{f"worker/{room}": {"asyncio", "grpc"} for room in ("distributed", "executors", "models", "engine")},
+    **{f"worker/{room}": {"asyncio", "grpc"} for room in ("executors", "models", "engine")},
     "worker/executors/cpu": {"transformers"},
     "worker/executors/gpu": {"transformers"},
     "worker/models": {"ctypes", "fcntl", "subprocess"},
@@ -109,7 +103,7 @@ CORES = (  # files without IO in rooms that have some: the simulator runs them, 
 INTERNALS = {  # the file that uses a package's private modules and names, and says in which version they were read
     "ray": "cluster/serve/ray_internals.py",
     "grpc": "router/api/grpc/channelz.py",
-    "torch": "worker/distributed/tensor_parallel.py",
+    "torch": "worker/executors/tensor_parallel.py",
     "uvicorn": "router/api/http/server.py",
 }
 UNDOCUMENTED = {"ray": ("core", "serve.context"), "uvicorn": ("protocols",)}  # internals whose names have no underscore

@@ -5,7 +5,7 @@ same prefix, of the same tenant and under the same salt. Workers cache blocks by
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Final
@@ -37,6 +37,29 @@ def next_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     hasher = _EMPTY.copy()
     hasher.update(parent + _tokens(len(token_ids)).pack(*token_ids))
     return hasher.digest()
+
+
+class HashChain:
+    """The hashes of one sequence's full blocks. Each is computed once, at its first use."""
+
+    __slots__ = ("_hashes",)
+
+    def __init__(self, salt: str, tenant: str = "", adapter: str = "") -> None:
+        self._hashes = [root_hash(salt, tenant, adapter)]
+
+    @classmethod
+    def known(cls, hashes: Iterable[bytes]) -> "HashChain":
+        """The chain of blocks whose tokens are not known here; the first of these hashes is the root's."""
+        chain = cls("")
+        chain._hashes = [*hashes]
+        return chain
+
+    def hash_of(self, index: int, token_ids: Sequence[int], block_size: int) -> bytes:
+        """Hash of block number `index`, -1 for the root. `token_ids` are all of the sequence's, and fill that block."""
+        while len(self._hashes) < index + 2:
+            start = (len(self._hashes) - 1) * block_size
+            self._hashes.append(next_hash(self._hashes[-1], token_ids[start : start + block_size]))
+        return self._hashes[index + 1]
 
 
 def short_hash(block_hash: bytes) -> int:

@@ -19,7 +19,7 @@ from benchmarks.gpu.load import Wish
 from benchmarks.gpu.models import MAX_POSITIONS
 from benchmarks.gpu.serving import settings
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.distributed.rendezvous import Rendezvous
+from holdfast.worker.executors.rendezvous import Rendezvous
 from holdfast.worker.replica.rank import LocalLauncher, LocalRanks
 from holdfast.worker.replica.replica import Replica
 

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from benchmarks.gpu.findings import Findings, Row, machine, parser_of, tell
 from benchmarks.gpu.models import MAX_POSITIONS, MODELS
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.gpu.executor import GpuExecutor
 from holdfast.worker.executors.layout import DecoderLayout, Experts, Layer, Mlp, attention_of
 from holdfast.worker.executors.linears import Linear, Norm
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.roofline import Device, ModelShape, step_of
 from holdfast.worker.sampling_params import SamplingParams
 from scripts.gpu_shapes import Shape, decode_batch, layout_of, prompt_batch

@@ -18,8 +18,8 @@ from holdfast.worker.models import weight_files
 from holdfast.worker.models.checkpoint_scheme import check_quantization, quantization_of
 from holdfast.worker.models.checks import check_heads, check_kv_cache_dtype
 from holdfast.worker.models.coded_bytes import memory_of_weights
-from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
-from holdfast.worker.models.quantization.scheme import read_scheme
+from holdfast.worker.models.formats.gguf_folder import hf_folder, is_gguf, tokenizer_reason
+from holdfast.worker.models.formats.quantization_scheme import read_scheme
 from holdfast.worker.models.text_model import served_config
 from holdfast.worker.models.weight_files import check_folder
 from holdfast.worker.process_memory import readable_bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
-from holdfast.worker.models.gguf.folder import hf_folder, is_made_of_gguf
+from holdfast.worker.models.formats.gguf_folder import hf_folder, is_made_of_gguf
 
 if TYPE_CHECKING:
     from torch import Tensor

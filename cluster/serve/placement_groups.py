@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from holdfast.cluster.config.config import ClusterConfig
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.distributed.rendezvous import Rendezvous
+from holdfast.worker.executors.rendezvous import Rendezvous
 from holdfast.worker.replica.processes import ProcessId
 from holdfast.worker.replica.rank import run_rank
 from holdfast.worker.wire.loopback import ANY_INTERFACE, LOOPBACK

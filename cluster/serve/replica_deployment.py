@@ -36,7 +36,7 @@ from holdfast.cluster.serve.router_update import tokenizer_digest
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
-from holdfast.worker.models.gguf.folder import hf_folder
+from holdfast.worker.models.formats.gguf_folder import hf_folder
 from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.probe_loop import ProbeLoop
 from holdfast.worker.replica.processes import OomScore, lower_oom_score

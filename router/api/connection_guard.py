@@ -90,7 +90,7 @@ class ConnectionGuard:
         self._guarded = GuardedConnections(limits, asks_for_keys=asks_for_keys, on_cut=partial(self.count, GRPC))
         self.budgets = self._guarded.budgets
         self._limits = limits
-        self._clock = clock
+        self.now = clock
         self._ports: set[int] = set()
         self._is_wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -121,31 +121,25 @@ class ConnectionGuard:
 
     # --- gRPC ---
 
-    @property
-    def suspects(self) -> bool:
-        """Whether each call must be assigned to its connection before its message arrives."""
-        return self.budgets.suspects(self._clock())
-
     def call(self, grpc_peer: str, *, has_key: bool) -> bool:
         """A call has begun on this connection. False if the connection is cut off and the call gets no answer."""
-        is_served = self._guarded.call(grpc_peer, has_key=has_key, now=self._clock())
-        self._wake()
+        is_served = self._guarded.call(grpc_peer, has_key=has_key, now=self.now())
+        if self._guarded.has_work:
+            self._is_wanted.set()
         return is_served
 
     def reset(self, grpc_peer: str, began_at: float) -> None:
         """The client has ended a call of this connection that began then; an empty name: the connection is unknown."""
-        self._guarded.reset(grpc_peer, began_at=began_at, now=self._clock())
-        self._wake()
-
-    def now(self) -> float:
-        return self._clock()
+        self._guarded.reset(grpc_peer, began_at=began_at, now=self.now())
+        if self._guarded.has_work:
+            self._is_wanted.set()
 
     # --- HTTP, whose server closes its connections itself ---
 
     def http_connection(self, host: str, port: int) -> ClientConnection | None:
         """A new connection with this peer; None for a text that is not an IP address."""
         with suppress(ValueError):
-            return ClientConnection(peer(host, port), self._clock())
+            return ClientConnection(peer(host, port), self.now())
         return None
 
     def http_strangers_overdue(self, connections: Collection[ClientConnection]) -> list[ClientConnection]:
@@ -157,7 +151,7 @@ class ConnectionGuard:
 
     def http_call(self, connection: ClientConnection, *, has_key: bool) -> bool:
         """Notes a request on this connection; returns whether to close it after the answer."""
-        reason = self.budgets.call(connection, has_key=has_key, now=self._clock())
+        reason = self.budgets.call(connection, has_key=has_key, now=self.now())
         if reason is not None:
             self.count(HTTP, connection, reason)
         return reason is not None
@@ -166,7 +160,7 @@ class ConnectionGuard:
         """Counts and logs a connection that is cut off."""
         connection.is_cut = True
         self._num_cut[protocol, reason] += 1
-        now = self._clock()
+        now = self.now()
         if now - self._logged_at.get(reason, float("-inf")) < LOG_S:
             self._num_unlogged[reason] += 1
             return
@@ -176,10 +170,6 @@ class ConnectionGuard:
         logger.warning("the %s connection of %s was cut off: %s%s", protocol, connection.peer, reason.words, message)
 
     # --- inside ---
-
-    def _wake(self) -> None:
-        if self._guarded.has_to_cut or self._guarded.are_many:
-            self._is_wanted.set()
 
     async def _keep(self) -> None:
         wait_s = LOOK_S if self.budgets.asks_for_keys else None
@@ -200,5 +190,5 @@ class ConnectionGuard:
         return self.budgets.asks_for_keys and num_descriptors() > self._limits.max_unauthenticated_connections
 
     async def _look(self) -> None:
-        began_at = self._clock()
+        began_at = self.now()
         self._guarded.look(await asyncio.to_thread(accepted, frozenset(self._ports)), began_at)

@@ -26,24 +26,20 @@ class Intake:
         self._gate = gate
         self._peers = KnownPeers(MAX_PEERS)
 
-    @contextmanager
-    def of_http(self, host: str, port: int, *, is_guest: bool) -> Iterator[Lease]:
-        """Lease of a request of the running task. `is_guest`: its connection came while none was accepted."""
+    def of_http(self, host: str, port: int, *, is_guest: bool) -> Lease:
+        """Lease of a request, which its task enters. `is_guest`: its connection came while none was accepted."""
         lease = self.overload.ledger.open(f"{host}:{port}", host)
         lease.is_guest = is_guest
-        with _held(lease):
-            yield lease
+        return lease
 
-    @contextmanager
-    def of_grpc(self, peer: str) -> Iterator[Lease]:
-        """Lease of a call of the running task; `peer` is `ServicerContext.peer()`."""
+    def of_grpc(self, peer: str) -> Lease:
+        """Lease of a call of the running task, which enters it; `peer` is `ServicerContext.peer()`."""
         lease = self.overload.ledger.open(peer, _host(peer))
         lease.is_guest = not self._peers.note(peer, accepts=self.overload.takes_connection())
-        with _held(lease):
-            if self._gate.is_locked:
-                with suppress(AuthenticationError):  # endpoints open to everyone count for their callers' addresses
-                    charge(self._gate.caller())
-            yield lease
+        if self._gate.is_locked:
+            with suppress(AuthenticationError):  # endpoints open to everyone count for their callers' addresses
+                lease.belongs_to(_account(self._gate.caller()))
+        return lease
 
 
 def _host(peer: str) -> str:
@@ -51,10 +47,14 @@ def _host(peer: str) -> str:
     return unquote(peer.partition(":")[2]).rpartition(":")[0].strip("[]")
 
 
+def _account(caller: Caller) -> str:
+    return f"key {caller.name}"
+
+
 def charge(caller: Caller) -> None:
     """The caller of the running task's request is known: its bytes count for that key. Raises `ByteBudgetError`."""
     if (lease := CURRENT_LEASE.get()) is not None:
-        lease.belongs_to(f"key {caller.name}")
+        lease.belongs_to(_account(caller))
 
 
 class _Arriving:
@@ -96,15 +96,6 @@ def arriving() -> Iterator[Callable[[int], None]]:
         raise one.error from None
     finally:
         lease.endings.remove(one)
-
-
-@contextmanager
-def _held(lease: Lease) -> Iterator[None]:
-    CURRENT_LEASE.set(lease)
-    try:
-        yield
-    finally:
-        lease.close()
 
 
 T = TypeVar("T")

@@ -209,6 +209,14 @@ class DispatchHost:
 
         An exception in an action ends only the request of that action.
         """
+        try:
+            self._set_timer()
+        finally:  # a timer that cannot be set loses no action
+            self._perform(actions)
+
+    # --- inside ---
+
+    def _perform(self, actions: list[Action]) -> None:
         broken, streams = [], self._streams
         for action in actions:
             try:
@@ -221,13 +229,10 @@ class DispatchHost:
             except Exception:  # a bug ends the request of this action alone
                 logger.exception("%s failed: internal error", type(action).__name__)
                 broken.append(action)
-        self._set_timer()
         for action in broken:
             self._end_broken(action)
         if self._unread:
             self._suspend_unread()
-
-    # --- inside ---
 
     def _suspend_unread(self) -> None:
         """A request that cannot be suspended now is tried again at its next delta."""

@@ -7,7 +7,7 @@ suspended soon after the buffer has exceeded that.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from holdfast.router.dispatch.request_state import RequestState
@@ -216,25 +216,21 @@ def merged(deltas: Sequence[OutputDelta]) -> OutputDelta:
     )
 
 
+@dataclass(eq=False, repr=False)
 class RequestStream:
     """The output streams of a request's sequences as one, for one reader. Its opener closes it."""
 
-    def __init__(self, request: EngineRequest, streams: Sequence[OutputStream] = ()) -> None:
-        self.request = request
-        self._host: DispatchHost | None = None
-        self._usages: list[Usage] = []
-        self.has_more = False
-        """After `poll` has returned output: whether there may be more to poll at once."""
-        self.read_from(streams)
-
-    def read_from(self, streams: Sequence[OutputStream]) -> None:
-        """Reads the output of these streams from now on, by the index of their sequence."""
-        self.streams = streams
-        """Streams of all its sequences, ended ones included."""
-        self._unread = dict(enumerate(streams))
-        """Streams that were not read to their ends. The most recently read one is at the end."""
-        self.is_over = not streams
-        """Every sequence has been read to its end."""
+    request: EngineRequest
+    streams: list[OutputStream] = field(default_factory=list)
+    """Streams of all its sequences by index, ended ones included."""
+    _host: "DispatchHost | None" = None
+    _usages: list[Usage] = field(default_factory=list)
+    _unread: dict[int, OutputStream] = field(default_factory=dict)
+    """Streams that were not read to their ends. The most recently read one is at the end."""
+    has_more: bool = False
+    """After `poll` has returned output: whether there may be more to poll at once."""
+    is_over: bool = True
+    """Every sequence has been read to its end."""
 
     def open(
         self,
@@ -258,16 +254,15 @@ class RequestStream:
         else:
             host.supersede(self.request.key, sequences[0].client_attempt)
         self._host = host
-        streams: list[OutputStream] = []
         try:
             for index, state in enumerate(sequences):
                 stream = _ended(state, sink) if state.caught_up.finish_reason is not None else host.open(state, sink)
                 stream.watch, stream.index, stream.echo = watch, index, echo
-                streams.append(stream)
-        finally:
-            self.read_from(streams)
-            if len(streams) < len(sequences):
-                self.close()
+                self.streams.append(stream)
+                self._unread[index], self.is_over = stream, False
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Cancels open sequences. Ends polling."""

@@ -63,6 +63,8 @@ class RoleSplit:
         """
         self._least = least
         self._most = most
+        self.follows_load = most is not None
+        """Whether the number changes."""
         self._long_tokens = long_tokens or LONG_TOKENS
         self._all, self._long, self._computing = Mean(), Mean(), Mean()
         self._seen: dict[str, int] = {}
@@ -70,11 +72,6 @@ class RoleSplit:
         """Numbers of the last `HOLD_S`."""
         self._looked_s: float | None = None
         self.number = least
-
-    @property
-    def follows_load(self) -> bool:
-        """Whether the number changes."""
-        return self._most is not None
 
     def note_prompt(self, num_tokens: int, now: float) -> None:
         """A request has come, with a prompt of this number of tokens."""

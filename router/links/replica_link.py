@@ -178,9 +178,9 @@ class ReplicaLink:
 
     def submit(self, action: SendSubmit) -> None:
         """Sends a request's attempt to the replica."""
-        self._outbox.put_nowait(submit_message(action.attempt, action.request))
         if self._watch is not None:
             self._watch.note_work()
+        self._outbox.put_nowait(submit_message(action.attempt, action.request))
 
     def abort(self, action: SendAbort) -> None:
         self._outbox.put_nowait(abort_message(action.attempt))

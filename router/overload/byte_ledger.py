@@ -79,6 +79,14 @@ class Lease:
         """Closes the lease: its answer is over. Safe to call twice."""
         self._ledger.close(self)
 
+    def __enter__(self) -> "Lease":
+        """Belongs to the running task's request, until it is closed."""
+        CURRENT_LEASE.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 class ByteLedger:
     """Ledger of one router, on one event loop."""

@@ -337,6 +337,12 @@ def begin_reading(watch: PoisonWatch, kind: str, *content: Part) -> Reading:
     return reading
 
 
+def expect_prompts(num_prompts: int) -> None:
+    """Notes the number of prompts of the request that the running task reads."""
+    if (reading := CURRENT_READING.get()) is not None:
+        reading.expect(num_prompts)
+
+
 def end_reading(error: BaseException | None = None) -> None:
     """Ends the running task's reading, with an error if given."""
     if (reading := CURRENT_READING.get()) is not None:

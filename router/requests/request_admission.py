@@ -160,7 +160,7 @@ class RequestAdmission:
         return self._models_of(self._gate.caller())
 
     def _models_of(self, caller: Caller) -> tuple[ModelStatus, ...]:
-        models = self._dispatch_host.dispatch.models()
+        models = tuple(self._dispatch_host.dispatch.registry.statuses.values())
         return models if caller.models is None else tuple(one for one in models if one.name in caller.models)
 
     def model(self, name: str) -> ModelStatus:
@@ -225,6 +225,12 @@ class RequestAdmission:
             caller.took_tokens(len(engine_request.prompt_token_ids), now)
         has_echo = engine_request.sampling_params.echo
         echo = await self._tokenizers.echo(model.name, request, engine_request) if has_echo else ""
+        params, tokenizer = engine_request.sampling_params, self._tokenizers[model.name]
+        texts: list[TextStream] = []
+        for _ in range(params.num_sequences):
+            texts.append(TextStream(tokenizer, params, engine_request.prompt_token_ids))
+        if (lease := CURRENT_LEASE.get()) is not None:
+            lease.give_back()  # the request's input is decoded
         self.check_open()
         admitted = AdmittedRequest(
             engine_request,
@@ -235,6 +241,7 @@ class RequestAdmission:
             deadline=deadline,
             client_attempt=request.attempt,
             echo=echo,
+            texts=texts,
         )
         admitted.head_lines = head_lines
         return admitted
@@ -250,8 +257,7 @@ class RequestAdmission:
         self, admitted: AdmittedRequest, sibling: EngineRequest, resume: ResumeRecord | None
     ) -> RequestState:
         """One sequence of a request, ready to open. A resumed request continues after the client's output."""
-        text = TextStream(self._tokenizers[admitted.model], sibling.sampling_params, sibling.prompt_token_ids)
-        caught_up = FRESH
+        text, caught_up = admitted.texts[sibling.sequence_index], FRESH
         if resume is not None:
             sibling, caught_up = await self._resumed(admitted, sibling, text, resume)
         return RequestState(

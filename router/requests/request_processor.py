@@ -208,8 +208,7 @@ class RequestProcessor:
         answer.sequences = sequences
         if request.resume is not None:
             answer.received = _received(sequences, request.resume, admitted.echo)
-        if (lease := CURRENT_LEASE.get()) is not None:  # its input is decoded; from here on it holds unread output
-            lease.give_back()
+        if (lease := CURRENT_LEASE.get()) is not None:  # from here on it holds unread output
             lease.endings.append(answer)
             admitted.lease = lease
         self._note_open(admitted, answer)

@@ -14,6 +14,7 @@ from holdfast.router.generation import OutputDelta
 from holdfast.router.overload.byte_ledger import Lease
 from holdfast.router.security.gate import ANYONE, Caller
 from holdfast.router.text.head_lines import HeadLine
+from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.errors import (
     AuthenticationError,
     CallerError,
@@ -140,6 +141,7 @@ class AdmittedRequest:
         deadline: float = math.inf,
         client_attempt: int = 0,
         echo: str = "",
+        texts: Sequence[TextStream] = (),
     ) -> None:
         """Starts now, by a clock in seconds. `client_attempt`: above 0 if the client submits again after a retryable
         error.
@@ -154,6 +156,8 @@ class AdmittedRequest:
         self.client_attempt = client_attempt
         self.echo = echo
         """The prompt's text if the request asks for `echo`; else empty."""
+        self.texts = texts
+        """Texts of its sequences, by index."""
         self.head_lines: Sequence[HeadLine] = ()
         """Lines at the head of its prompt that may spoil it for the cache."""
         self.lease: Lease | None = None

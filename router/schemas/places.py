@@ -110,3 +110,9 @@ class SchemaError(ValueError):
     def reason(self) -> str:
         """Wording for an error of a request."""
         return str(self) if "cannot be enforced" in self.limit else f"cannot be enforced: {self}"
+
+
+def list_of(schema: Mapping[str, Any], keyword: str) -> list[Any]:
+    """A keyword's list; empty for anything else."""
+    found = schema.get(keyword)
+    return found if isinstance(found, list) else []

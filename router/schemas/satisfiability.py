@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import Any, Final
 
 from holdfast.router.schemas.numbers import LOWER, UPPER
-from holdfast.router.schemas.places import References, SchemaError, children
+from holdfast.router.schemas.places import References, SchemaError, children, list_of
 
 ALL_TYPES: Final = ("null", "boolean", "number", "string", "array", "object")
 _MAX_ROUNDS: Final = 64
@@ -62,10 +62,10 @@ class FiniteValues:
         """The keyword by which a schema has no finite value."""
         if "$ref" in schema and self._target(schema) not in self:
             return "$ref"
-        if not all(item in self for item in _list(schema, "allOf")):
+        if not all(item in self for item in list_of(schema, "allOf")):
             return "allOf"
         for keyword in ("anyOf", "oneOf"):
-            if keyword in schema and not any(item in self for item in _list(schema, keyword)):
+            if keyword in schema and not any(item in self for item in list_of(schema, keyword)):
                 return keyword
         names = types_of(schema)
         needs = (("object", "required"), ("object", "minProperties"), ("array", "minItems"))
@@ -74,10 +74,10 @@ class FiniteValues:
     def _has_one(self, schema: Mapping[str, Any]) -> bool:
         if "$ref" in schema and self._target(schema) not in self:
             return False
-        if not all(item in self for item in _list(schema, "allOf")):
+        if not all(item in self for item in list_of(schema, "allOf")):
             return False
         for keyword in ("anyOf", "oneOf"):
-            if keyword in schema and not any(item in self for item in _list(schema, keyword)):
+            if keyword in schema and not any(item in self for item in list_of(schema, keyword)):
                 return False
         if "const" in schema or "enum" in schema:
             return True
@@ -86,7 +86,7 @@ class FiniteValues:
     def _has_one_of_type(self, schema: Mapping[str, Any], name: str) -> bool:
         if name == "object":
             properties, rest = _map(schema, "properties"), schema.get("additionalProperties", True)
-            required = [item for item in _list(schema, "required") if isinstance(item, str)]
+            required = [item for item in list_of(schema, "required") if isinstance(item, str)]
             if not required and _least(schema, "minProperties"):
                 possible = (rest, *properties.values(), *_map(schema, "patternProperties").values())
                 return any(item in self for item in possible)
@@ -116,7 +116,7 @@ def array_items(schema: Mapping[str, Any]) -> tuple[list[Any], Any]:
     items = schema.get("items", True)
     if isinstance(items, list):
         return items, schema.get("additionalItems", True)
-    return _list(schema, "prefixItems"), items
+    return list_of(schema, "prefixItems"), items
 
 
 def _least(schema: Mapping[str, Any], keyword: str) -> int:
@@ -124,11 +124,6 @@ def _least(schema: Mapping[str, Any], keyword: str) -> int:
     count = schema.get(keyword, 0)
     is_count = isinstance(count, int) or (isinstance(count, float) and math.isfinite(count))
     return max(0, int(count)) if is_count else 0
-
-
-def _list(schema: Mapping[str, Any], keyword: str) -> list[Any]:
-    found = schema.get(keyword)
-    return found if isinstance(found, list) else []
 
 
 def _map(schema: Mapping[str, Any], keyword: str) -> dict[str, Any]:

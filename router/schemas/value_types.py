@@ -7,7 +7,7 @@ For formats that write values without quotation marks.
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from holdfast.router.schemas.places import References
+from holdfast.router.schemas.places import References, list_of
 from holdfast.router.schemas.satisfiability import types_of
 
 INTEGER, FRACTION, STRING, NULL, BOOLEAN = "integer", "fraction", "string", "null", "boolean"
@@ -69,10 +69,10 @@ class ValueTypes:
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list):
             kinds &= frozenset(map(kind_of, values))
-        for item in _list(schema, "allOf"):
+        for item in list_of(schema, "allOf"):
             kinds &= self.of(item)
         for keyword in ("anyOf", "oneOf"):
-            if options := _list(schema, keyword):
+            if options := list_of(schema, keyword):
                 kinds &= frozenset().union(*map(self.of, options))
         return kinds & self.of(self._target(schema)) if "$ref" in schema else kinds
 
@@ -85,7 +85,7 @@ class ValueTypes:
                 continue
             seen.add(id(part))
             yield part
-            open_parts += [item for keyword in ("allOf", "anyOf", "oneOf") for item in _list(part, keyword)]
+            open_parts += [item for keyword in ("allOf", "anyOf", "oneOf") for item in list_of(part, keyword)]
             if "$ref" in part:
                 open_parts.append(self._target(part))
 
@@ -105,8 +105,3 @@ def _property(schema: Mapping[str, Any], name: str) -> Any:
     if isinstance(properties, Mapping) and name in properties:
         return properties[name]
     return rest if isinstance(rest, Mapping) and "properties" in schema else None
-
-
-def _list(schema: Mapping[str, Any], keyword: str) -> list[Any]:
-    found = schema.get(keyword)
-    return found if isinstance(found, list) else []

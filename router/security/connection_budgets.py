@@ -247,6 +247,11 @@ class GuardedConnections:
     def has_to_cut(self) -> bool:
         return bool(self._to_cut)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there are connections to cut off, or it is time to `look`."""
+        return bool(self._to_cut) or len(self._by_name) >= self._prune_at
+
     def call(self, name: str, *, has_key: bool, now: float) -> bool:
         """A call has begun on this connection. False if the connection is cut off and the call gets no answer."""
         connection = self._named(name, now)

@@ -103,16 +103,13 @@ class Gate:
     ) -> None:
         """Requires no key without `keys`. The `cluster_token` is accepted as well."""
         self._keys = keys
+        self.is_locked = keys is not None
+        """Whether a key is required."""
         self._clock = clock
         self._own = None if cluster_token is None else _of_cluster(cluster_token)
         self._ring: KeyRing | None = None
         self._with_own = KeyRing()
         self._rates: dict[str, Rates] = {}
-
-    @property
-    def is_locked(self) -> bool:
-        """Whether a key is required."""
-        return self._keys is not None
 
     def enter(self, presented: str | None) -> Caller:
         """Authenticates the presented key; the result is the running task's caller from now on. Raises

@@ -188,11 +188,11 @@ class StreamFailure:
 Mark: TypeAlias = SequenceDelta | StreamFailure
 
 
+@dataclass
 class MarkWriter:
     """Writes the marks of one stream. A fingerprint is written where it differs from that of the mark before."""
 
-    def __init__(self) -> None:
-        self._fingerprint: str | None = None
+    _fingerprint: str | None = None
 
     def line(self, delta: SequenceDelta, replica_id: str = "") -> bytes:
         """The comment, as a separate event. Fields at their defaults are left out, as protobuf does."""

@@ -42,8 +42,8 @@ from holdfast.worker.config import (
     SpeculationConfig,
     WorkerConfig,
 )
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import ModelRunner
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.replica.link_server import LinkServer
 from holdfast.worker.replica.rank import prepare_process
 from holdfast.worker.replica.replica import Replica

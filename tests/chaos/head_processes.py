@@ -21,6 +21,7 @@ from typing import Any, Final
 import psutil
 
 from tests.chaos.head_loss import RECONNECT_S, redis
+from tests.integration.processes import command_of
 
 NUM_CLIENTS: Final = 4
 STORE: Final = 80 * 2**20
@@ -176,7 +177,7 @@ class Losses:
         self._site.until(lambda load: len(load.replicas) == 2)
 
     def _leaders(self, node: Any) -> list[psutil.Process]:
-        return [one for one in self._processes(node) if ":Replica" in _command(one)]
+        return [one for one in self._processes(node) if ":Replica" in command_of(one)]
 
     @staticmethod
     def _processes(node: Any) -> list[psutil.Process]:
@@ -185,17 +186,10 @@ class Losses:
 
     def _one(self, words: tuple[str, ...], processes: list[psutil.Process] | None = None) -> psutil.Process:
         candidates = self._processes(self._nodes.head_node) if processes is None else processes
-        commands = {one: _command(one) for one in candidates}
+        commands = {one: command_of(one) for one in candidates}
         found = [one for one, command in commands.items() if all(word in command for word in words)]
         assert found, f"no process of {words}: {sorted(commands.values())}"
         return found[0]
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
 
 
 def run(*, has_redis: bool) -> dict[str, Any]:

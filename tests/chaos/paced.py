@@ -12,11 +12,11 @@ import torch
 
 from benchmarks.free_port import pick_port
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.distributed.rendezvous import Rendezvous
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import DistributedGroup
 from holdfast.worker.engine.model_runner import ModelRunner, follow
+from holdfast.worker.executors.rendezvous import Rendezvous
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.executors.tensor_parallel import DistributedGroup
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from tests.chaos.command import Served, served
 from tests.integration.streams import Answer, Wish, ask
 from tests.parity.families import save_tiny_model
 from tests.under_way import were_under_way
-from tests.worker.models.gguf.files import write_model
+from tests.worker.models.formats.gguf_files import write_model
 
 PARAMS = SamplingParams(temperature=0.9, max_tokens=200, ignore_eos=True)
 WISHES = [Wish("Once upon a time. " * (1 + seed), replace(PARAMS, seed=seed)) for seed in range(8)]

@@ -12,6 +12,7 @@ from holdfast.cluster.client.blocking_client import Client
 from holdfast.cluster.loop_thread import LoopThread
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica
+from tests.in_thread import in_thread
 from tests.loops import on_a_loop
 from tests.router.site import eventually, num_open_is, site
 
@@ -24,20 +25,6 @@ class Closed(Exception):
 
 async def _answer() -> int:
     return 1
-
-
-def in_thread(call) -> Future:
-    """What a call on another thread returns or raises. Of a thread that is stranded the future is never done."""
-    done: Future = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return done
 
 
 def test_who_waits_when_it_is_closed_is_answered_and_who_comes_later():

@@ -13,8 +13,8 @@ import torch
 if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("needs a CUDA device, and TRITON_INTERPRET=0", allow_module_level=True)
 
+from benchmarks.own_pool_sampler import OwnPoolSampler
 from holdfast.worker.executors import kv_cache as fp8
-from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.graphs import Buffers, cuda_capture
 from holdfast.worker.executors.gpu.launches import AttentionTiles, Launches, SplitSpace, StepTensors
 from holdfast.worker.executors.gpu.layers import kv_spec
@@ -267,7 +267,7 @@ def test_graphs_give_the_bits_of_single_launches(model):
 @pytest.fixture
 def native():
     library_or_skip()
-    sampler = NativeSampler.with_threads(4)
+    sampler = OwnPoolSampler.with_threads(4)
     yield sampler
     sampler.close()
 

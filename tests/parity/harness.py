@@ -11,9 +11,9 @@ from torch import Tensor
 
 from benchmarks.free_port import pick_port
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from holdfast.worker.distributed.rendezvous import Rendezvous
-from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follow
+from holdfast.worker.executors.rendezvous import Rendezvous
+from holdfast.worker.executors.tensor_parallel import DistributedGroup, SingleRank
 from holdfast.worker.replica.rank import run_rank
 from holdfast.worker.request import EngineRequest, TokenLogprob
 from holdfast.worker.scheduler.scheduler import Scheduler

@@ -11,7 +11,7 @@ from tests.parity.harness import (
     relative_difference,
     worker_config,
 )
-from tests.worker.models.gguf.files import ARCHITECTURES, write_model
+from tests.worker.models.formats.gguf_files import ARCHITECTURES, write_model
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 7, 40)]
 TOLERANCE = 1e-4

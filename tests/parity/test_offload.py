@@ -12,9 +12,9 @@ import pytest
 
 from holdfast.worker.cache import sealing
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import ModelRunner, follow
 from holdfast.worker.errors import HoldfastError
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest, StoredPin
 from holdfast.worker.scheduler.step_time import StepTimeModel

@@ -16,9 +16,9 @@ from holdfast.worker.config import (
     SpeculationConfig,
     WorkerConfig,
 )
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.draft_model import check_same_tokens
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest

@@ -15,7 +15,7 @@ from holdfast.worker.models.text_model import text_config, text_model_notice, te
 from holdfast.worker.models.weight_files import weight_bytes
 from tests.parity.harness import is_run_by, load, logits_in_chunks, on_ranks, relative_difference, worker_config
 from tests.parity.hybrids import DELTA_NET, EXPERTS, LFM2, LFM2_MOE
-from tests.worker.models.quantization.folders import LAYOUTS
+from tests.worker.models.formats.quantized_folders import LAYOUTS
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 7, 40)]
 TOLERANCE = 1e-4

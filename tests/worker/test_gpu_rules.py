@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import DistributedGroup
 from holdfast.worker.engine.model_runner import ModelRunner
 from holdfast.worker.errors import ReplicaError
+from holdfast.worker.executors.step_batch import StepBatch
+from holdfast.worker.executors.tensor_parallel import DistributedGroup
 from holdfast.worker.replica.rank import with_device
 from holdfast.worker.replica.replica import Replica
 

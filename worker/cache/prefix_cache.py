@@ -6,7 +6,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.worker.block_hash import next_hash, root_hash, short_adapter, short_hash, short_snapshot
+from holdfast.worker.block_hash import HashChain, short_adapter, short_hash, short_snapshot
 from holdfast.worker.step_update import CacheChanges
 
 
@@ -27,29 +27,6 @@ class BlockEvicted:
 
 
 CacheEvent = BlockStored | BlockEvicted
-
-
-class HashChain:
-    """The hashes of one sequence's full blocks. Each is computed once, at its first use."""
-
-    __slots__ = ("_hashes",)
-
-    def __init__(self, salt: str, tenant: str = "", adapter: str = "") -> None:
-        self._hashes = [root_hash(salt, tenant, adapter)]
-
-    @classmethod
-    def known(cls, hashes: Iterable[bytes]) -> "HashChain":
-        """The chain of blocks whose tokens are not known here; the first of these hashes is the root's."""
-        chain = cls("")
-        chain._hashes = [*hashes]
-        return chain
-
-    def hash_of(self, index: int, token_ids: Sequence[int], block_size: int) -> bytes:
-        """Hash of block number `index`, -1 for the root. `token_ids` are all of the sequence's, and fill that block."""
-        while len(self._hashes) < index + 2:
-            start = (len(self._hashes) - 1) * block_size
-            self._hashes.append(next_hash(self._hashes[-1], token_ids[start : start + block_size]))
-        return self._hashes[index + 1]
 
 
 class PrefixCache:

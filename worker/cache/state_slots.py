@@ -9,8 +9,9 @@ recently used block or snapshot is evicted first.
 
 from collections.abc import Collection, Iterable, Sequence
 
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.block_pool import Age, BlockAllocator
-from holdfast.worker.cache.prefix_cache import CacheEvent, HashChain
+from holdfast.worker.cache.prefix_cache import CacheEvent
 from holdfast.worker.step_plan import StateCopy
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.block_pool import BlockAllocator
-from holdfast.worker.cache.prefix_cache import HashChain, PrefixCache
+from holdfast.worker.cache.prefix_cache import PrefixCache
 from holdfast.worker.model_info import Window
 
 _NO_BLOCK: Final = 0

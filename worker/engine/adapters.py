@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from holdfast.worker.adapter import Adapter, described, files_in
-from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.rank_orders import Order
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.adapters import PackedAdapter
 from holdfast.worker.executors.cpu.executor import CpuExecutor
+from holdfast.worker.executors.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.models.adapter_folder import AdapterFolder, read_adapter
 from holdfast.worker.models.adapter_places import AdapterPlaces
 

@@ -10,7 +10,7 @@ from typing import Final
 from llguidance import LLMatcher, LLTokenizer
 
 from holdfast.worker.grammar_matchers import NONE_FITS, GrammarMatchers, grammar_tokenizer, rows_with_grammars
-from holdfast.worker.models.gguf.folder import hf_folder
+from holdfast.worker.models.formats.gguf_folder import hf_folder
 from holdfast.worker.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.adapters import AdapterOrders, RankAdapters
 from holdfast.worker.engine.grammar_masks import GrammarMasks, WaitedMasks
 from holdfast.worker.engine.rank_orders import (
@@ -38,7 +36,9 @@ from holdfast.worker.engine.steps_in_flight import (
 from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError, UnsupportedModelError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.mapped_files import trim_heap
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import ChosenLogprobs, HeadOutput, OverlappingSampler, StepSampler
+from holdfast.worker.executors.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.adapter_places import AdapterPlaces
 from holdfast.worker.models.backend import BlockCache

@@ -4,8 +4,8 @@ whose blocks may have another number of tokens. A core without IO.
 
 from collections.abc import Sequence, Set
 
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.block_pool import BlockAllocator
-from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.engine.restore import Restore
 from holdfast.worker.engine.tier_mover import KV, STATE, TierShape

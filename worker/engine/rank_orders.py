@@ -25,7 +25,6 @@ from holdfast.worker.cache.block_store import BlockStore
 from holdfast.worker.cache.memory_store import MemoryStore
 from holdfast.worker.cache.sealing import sealer_of
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.block_mover import BlockMover
 from holdfast.worker.engine.block_sockets import TransferKey
 from holdfast.worker.engine.nixl_way import Nixl
@@ -36,6 +35,7 @@ from holdfast.worker.engine.tier_mover import KV, NAME_BYTES, STATE, MoverCounts
 from holdfast.worker.engine.transfer_shares import RankShare, SendingReplica, read_heads
 from holdfast.worker.executors.block_layout import Heads
 from holdfast.worker.executors.kv_cache import BlockMemory
+from holdfast.worker.executors.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.weight_files import weights_stamp
 from holdfast.worker.models.weights import model_folder

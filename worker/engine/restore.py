@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from holdfast.worker.cache.prefix_cache import HashChain
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.request import BlockSource, Priority
 
 

@@ -13,8 +13,8 @@ computing would take. Once its blocks are being read it waits for them no longer
 from collections.abc import Callable, Set
 from typing import Final
 
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.block_pool import BlockAllocator
-from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.engine.promises import Promises
 from holdfast.worker.engine.restore import Expected, Restore

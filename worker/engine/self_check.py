@@ -12,10 +12,10 @@ from typing import Final
 
 import numpy as np
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.rank_orders import number_message
 from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.checks import OTHER_ENGINE
 from holdfast.worker.sampling_params import SamplingParams

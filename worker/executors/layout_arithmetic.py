@@ -127,3 +127,8 @@ def uneven_shares_notice(num_heads: int, num_kv_heads: int, size: int) -> str:
         f"{num_heads} query and {num_kv_heads} KV heads are shared unequally by {size} ranks ({heads} query heads): a "
         f"step takes as long as {most:.0%} of the model, where equal shares would be {1 / size:.0%}"
     )
+
+
+def next_power(count: int) -> int:
+    """The next power of two, or the number where it is one."""
+    return 1 << max(0, count - 1).bit_length()

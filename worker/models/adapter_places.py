@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.cpu.adapters import AdaptedLinear, Difference, LowRank, adaptable
 from holdfast.worker.executors.cpu.packed_rows import IntArray
 from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.adapter_folder import AdapterFolder
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.quantized_activations import Kept

@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.cpu.library import load_library
 from holdfast.worker.executors.finite import NotFiniteError
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.model_info import Window
 from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, check_latents, kv_cache_dtype_refused
 from holdfast.worker.models.damaged_weights import damaged
 from holdfast.worker.models.executor_protocols import MultiStepExecutor, OverlappingExecutor
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_backend import HfBackend
-from holdfast.worker.models.made_codes import made_if_small
 from holdfast.worker.models.memory import default_block_size
 from holdfast.worker.models.model import build_rank_model, serving_dtype
 from holdfast.worker.models.model_facts import ModelFacts, facts_of
 from holdfast.worker.models.native_backend import UNIT_NUMERICS, make_backend, prepare
 from holdfast.worker.models.parallelize import Target
+from holdfast.worker.models.proof import made_if_small
 from holdfast.worker.models.quantized_activations import refused
 from holdfast.worker.models.stated_layout import read_stated
 from holdfast.worker.models.weight_files import weight_files

@@ -8,9 +8,9 @@ from typing import Final
 
 from holdfast.worker.config import Quantization
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
-from holdfast.worker.models.gguf.folder import is_made_of_gguf, read_index, source_of
-from holdfast.worker.models.quantization.rule import NOT_QUANTIZED, words_at_load, words_of
-from holdfast.worker.models.quantization.scheme import read_scheme
+from holdfast.worker.models.formats.gguf_folder import is_made_of_gguf, read_index, source_of
+from holdfast.worker.models.formats.quantization_rule import NOT_QUANTIZED, words_at_load, words_of
+from holdfast.worker.models.formats.quantization_scheme import read_scheme
 from holdfast.worker.models.text_model import served_config
 
 _PLAIN: Final = frozenset({"F32", "F16", "BF16"})

@@ -8,7 +8,7 @@ from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.layout_arithmetic import shares_evenly, uneven_shares
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.family_rules import kv_head_counts
-from holdfast.worker.models.quantization.scheme import read_scheme
+from holdfast.worker.models.formats.quantization_scheme import read_scheme
 
 CAUSAL_SUFFIXES: Final = ("ForCausalLM", "LMHeadModel")
 LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})

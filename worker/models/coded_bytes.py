@@ -12,10 +12,10 @@ from holdfast.worker.executors.cpu.library import keeps_codes_here
 from holdfast.worker.executors.layout_arithmetic import num_slices
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.family import Family
-from holdfast.worker.models.gguf.block_names import values_of
-from holdfast.worker.models.gguf.folder import is_made_of_gguf, read_index
-from holdfast.worker.models.quantization.rule import HEADS, is_head, is_table, scheme_for
-from holdfast.worker.models.quantization.scheme import Layout, WeightScheme, read_scheme
+from holdfast.worker.models.formats.gguf_block_names import values_of
+from holdfast.worker.models.formats.gguf_folder import is_made_of_gguf, read_index
+from holdfast.worker.models.formats.quantization_rule import HEADS, is_head, is_table, scheme_for
+from holdfast.worker.models.formats.quantization_scheme import Layout, WeightScheme, read_scheme
 from holdfast.worker.models.safetensors_header import read_header
 from holdfast.worker.models.text_model import served_config
 from holdfast.worker.models.weight_files import (

@@ -14,11 +14,11 @@ from holdfast.worker.config import Quantization
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.models.checkpoint_scheme import check_quantization
 from holdfast.worker.models.checks import check_loaded
-from holdfast.worker.models.gguf.folder import is_made_of_gguf
-from holdfast.worker.models.gguf.folder_tensors import GgufTensors
-from holdfast.worker.models.quantization.formats import read_weight
-from holdfast.worker.models.quantization.scheme import UNUSED, Layout, QuantizationScheme, read_scheme
-from holdfast.worker.models.quantization.weight import QuantizedWeight, TransposedExperts
+from holdfast.worker.models.formats.gguf_folder import is_made_of_gguf
+from holdfast.worker.models.formats.gguf_folder_tensors import GgufTensors
+from holdfast.worker.models.formats.importers import read_weight
+from holdfast.worker.models.formats.quantization_scheme import UNUSED, Layout, QuantizationScheme, read_scheme
+from holdfast.worker.models.formats.quantized_weight import QuantizedWeight, TransposedExperts
 from holdfast.worker.models.quantizing_tensors import QuantizingTensors
 from holdfast.worker.models.safetensors_files import MappedTensor, mapped_tensors
 from holdfast.worker.models.text_model import served_config

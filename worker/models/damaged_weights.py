@@ -9,11 +9,11 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.finite import NotFiniteError, check_finite
-from holdfast.worker.models.gguf.folder import is_made_of_gguf, read_index
-from holdfast.worker.models.gguf.folder_tensors import GgufTensors
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
+from holdfast.worker.models.formats.gguf_folder import is_made_of_gguf, read_index
+from holdfast.worker.models.formats.gguf_folder_tensors import GgufTensors
 from holdfast.worker.models.safetensors_files import mapped_tensors
 from holdfast.worker.models.weights import read_json
 

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.draws import DrawParams, draw_after
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.backend import Backend, BlockCache, load_backend
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.weights import resolve_model

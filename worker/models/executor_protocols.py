@@ -5,9 +5,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.cpu.cache import TiledCache
 from holdfast.worker.executors.kv_cache import BlockMemory, KVCache
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.config import KVCacheDtype
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.cpu.cache import TiledCache, bytes_per_token
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
 from holdfast.worker.executors.cpu.products import LayerAttention, NativePool, PackedProduct, unfit
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.kv_cache import KVCache
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.model_info import Window
 from holdfast.worker.models.checks import OTHER_ENGINE

@@ -7,7 +7,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.gpu.graphs import (
     BUCKETS,
@@ -23,6 +22,7 @@ from holdfast.worker.executors.gpu.paged_kernels import PagedKernels, unfit
 from holdfast.worker.executors.gpu.products import DeviceExperts, DeviceProduct, RowFunctions
 from holdfast.worker.executors.gpu.sampler import DeviceSampler
 from holdfast.worker.executors.kv_cache import KVCache, LayerCache
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.models.checks import OTHER_ENGINE, first_line
 from holdfast.worker.models.experts import Experts
 from holdfast.worker.models.hf_steps import PagedAttention

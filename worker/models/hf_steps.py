@@ -9,9 +9,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.cpu.cache import TiledCache
 from holdfast.worker.executors.kv_cache import KVCache, KVSpec
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import StepSampler
 from holdfast.worker.models.linear import Kernel
 from holdfast.worker.progress import ProgressCounter

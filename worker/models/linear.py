@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 
 Kernel = Callable[[Tensor], Tensor]
 """Rows [..., in] to rows [..., out]."""

@@ -11,19 +11,20 @@ from typing import Any
 import torch
 
 from holdfast.worker.config import ModelConfig, WorkerConfig
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.layout_arithmetic import largest_share, uneven_shares_notice
+from holdfast.worker.executors.step_batch import StepBatch
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.model_info import ModelInfo, Window, sequence_blocks
 from holdfast.worker.models.backend import Backend, BlockCache, LoadedBackend, load_backend
 from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_heads, check_kv_cache_dtype, check_own_dtype
 from holdfast.worker.models.coded_bytes import memory_of_weights
 from holdfast.worker.models.draft_model import DraftModel
-from holdfast.worker.models.gguf.folder import source_of
+from holdfast.worker.models.formats.gguf_folder import source_of
+from holdfast.worker.models.formats.quantization_rule import NOT_QUANTIZED, rule_name
 from holdfast.worker.models.memory import (
     StateRoom,
     check_block_size,
@@ -42,7 +43,6 @@ from holdfast.worker.models.native_backend import NativeBackend
 from holdfast.worker.models.next_token import NextTokenLayer
 from holdfast.worker.models.parallelize import Target
 from holdfast.worker.models.pooling import Pooler, check_pooled, load_pooler
-from holdfast.worker.models.quantization.rule import NOT_QUANTIZED, rule_name
 from holdfast.worker.models.quantized_activations import check_quantized_activations
 from holdfast.worker.models.text_model import served_config, text_model_notice
 from holdfast.worker.models.weight_files import checkpoint_digest

@@ -11,11 +11,11 @@ from typing import Any, Final
 import torch
 
 from holdfast.worker.config import CacheConfig, WorkerConfig
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.cache import SUB_PAGE, BlockForm
 from holdfast.worker.executors.cpu.states import VALUE_BYTES
 from holdfast.worker.executors.kv_cache import KVSpec
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.model_info import Window, sequence_blocks
 from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_kv_cache_dtype, choose_max_model_len

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.config import ModelConfig
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.finite import check_finite
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.models.checks import OTHER_ENGINE
 from holdfast.worker.models.compact import CompactSource, compact_tensors
 from holdfast.worker.models.dry_run import find_attention, in_pieces

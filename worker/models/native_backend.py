@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.config import KVCacheDtype
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.cpu.cache import MAX_HEAD_DIM, TiledCache
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.cpu.tile_memory import linears
@@ -18,7 +16,9 @@ from holdfast.worker.executors.device_blocks import DeviceBlocks
 from holdfast.worker.executors.gpu import weights
 from holdfast.worker.executors.kv_cache import BlockMemory, KVCache
 from holdfast.worker.executors.layout import DecoderLayout, Experts, LatentAttention
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import OverlappingSampler
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.model_info import Window
 from holdfast.worker.models.damaged_weights import made_by_all
 from holdfast.worker.models.executor_protocols import Executor, MovableExecutor, MultiStepExecutor, OverlappingExecutor

@@ -19,21 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.worker.config import ModelConfig, WorkerConfig
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.cpu.weight_codes import searched_codes
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.linears import Linear, Norm
+from holdfast.worker.executors.step_batch import StepBatch
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.backend import Backend
 from holdfast.worker.models.draft_model import drawn_params
 from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.formats.codes import PackedCodes
+from holdfast.worker.models.formats.quantization_rule import GROUP
+from holdfast.worker.models.formats.quantized_weight import QuantizedWeight
 from holdfast.worker.models.model import serving_dtype
 from holdfast.worker.models.native_backend import NativeBackend
-from holdfast.worker.models.quantization.codes import PackedCodes
-from holdfast.worker.models.quantization.rule import GROUP
-from holdfast.worker.models.quantization.weight import QuantizedWeight
 from holdfast.worker.models.quantized_activations import Kept
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.stated_config import NotStated, read_stated_config

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.layout_arithmetic import slices_of_rank
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.experts import ExpertRouter, Experts
 from holdfast.worker.models.family_rules import num_kv_heads
 from holdfast.worker.models.linear import (

@@ -4,17 +4,17 @@ The reference is asked first: each kind of layer and the whole model. Then the e
 error may be about twice that of the reference's arithmetic in the model's dtype. The weights may be gone by then.
 """
 
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from math import prod
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.mapped_files import MappedFiles
 from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.reference import Reference
 
 NUM_TOKENS: Final = 16
@@ -198,3 +198,23 @@ def _kind(part: object) -> object:
     if is_dataclass(part):
         return type(part), *(_kind(getattr(part, field.name)) for field in fields(part))
     return part
+
+
+def made_if_small(layout: DecoderLayout) -> DecoderLayout:
+    """The layout, with all codes in memory if the reference runs the whole model, since it reads the weights several
+    times; of a large model codes are made as rows are packed. Raises `NotFiniteError`.
+    """
+    return _made(layout) if num_numbers(layout) <= MAX_REFERENCE_NUMBERS else layout
+
+
+def _made(part: Any) -> Any:
+    if isinstance(part, StoredMatrix):
+        return part.with_codes()
+    if isinstance(part, tuple):
+        made = tuple(_made(item) for item in part)
+        return part if all(one is other for one, other in zip(made, part, strict=True)) else made
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    old = {field.name: getattr(part, field.name) for field in fields(part)}
+    new = {name: _made(value) for name, value in old.items()}
+    return part if all(new[name] is value for name, value in old.items()) else replace(part, **new)

@@ -19,10 +19,10 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.models.checkpoint_scheme import check_quantization
 from holdfast.worker.models.damaged_weights import damaged
-from holdfast.worker.models.quantization.codes import PackedCodes
-from holdfast.worker.models.quantization.rule import is_head, is_table
-from holdfast.worker.models.quantization.scheme import WeightScheme
-from holdfast.worker.models.quantization.weight import QuantizedWeight
+from holdfast.worker.models.formats.codes import PackedCodes
+from holdfast.worker.models.formats.quantization_rule import is_head, is_table
+from holdfast.worker.models.formats.quantization_scheme import WeightScheme
+from holdfast.worker.models.formats.quantized_weight import QuantizedWeight
 from holdfast.worker.models.quantizing_tensors import PlainExperts, PlainWeight, QuantizingTensors
 from holdfast.worker.models.safetensors_header import INDEX
 from holdfast.worker.models.text_model import holds_text_model

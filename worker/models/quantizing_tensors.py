@@ -16,10 +16,17 @@ from holdfast.worker.executors.coded import CodedRows, CodeForm, UnitForm, Units
 from holdfast.worker.executors.cpu.weight_codes import eight_bit_codes, searched_codes
 from holdfast.worker.executors.mapped_files import discard_contents
 from holdfast.worker.executors.stored_matrix import BytesAndScales, StoredMatrix
-from holdfast.worker.models.quantization.codes import Codes, PackedCodes, PlainCodes
-from holdfast.worker.models.quantization.rule import HEADS, has_layers_experts, is_head, is_table, rule_name, scheme_for
-from holdfast.worker.models.quantization.scheme import UNUSED, WeightScheme
-from holdfast.worker.models.quantization.weight import QuantizedWeight
+from holdfast.worker.models.formats.codes import Codes, PackedCodes, PlainCodes
+from holdfast.worker.models.formats.quantization_rule import (
+    HEADS,
+    has_layers_experts,
+    is_head,
+    is_table,
+    rule_name,
+    scheme_for,
+)
+from holdfast.worker.models.formats.quantization_scheme import UNUSED, WeightScheme
+from holdfast.worker.models.formats.quantized_weight import QuantizedWeight
 from holdfast.worker.models.safetensors_files import mapped_tensors
 
 _TRANSPOSED: Final = ("gpt2",)

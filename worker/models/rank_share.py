@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.coded import UNIT, CodeKind
 from holdfast.worker.executors.layout_arithmetic import slices_of_rank
 from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.checks import check_heads
 from holdfast.worker.models.family import Family, NormKind
 from holdfast.worker.models.parallel_plan import Segment, share_of_vocabulary

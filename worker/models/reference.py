@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.executors.coded import CodedMatrix
 from holdfast.worker.executors.layout import (
     Attention,
@@ -26,6 +25,7 @@ from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.mapped_files import MappedFiles, discard_contents
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2, ShortConv
 from holdfast.worker.executors.stored_matrix import StoredMatrix, for_all
+from holdfast.worker.executors.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.models.reference_functions import (
     activated,
     convolved,

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.config import ModelConfig
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.layout import Attention, DecoderLayout, LatentAttention, Layer, Rotary
 from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2, ShortConv
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.checks import check_heads
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.family import DeltaPacking, HeadNorms, NextToken, Packing, is_set

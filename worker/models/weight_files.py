@@ -14,9 +14,9 @@ from typing import Any, Final
 
 from holdfast.worker.config import Quantization
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
-from holdfast.worker.models.gguf.folder import gguf_files, is_made_of_gguf, read_index
-from holdfast.worker.models.quantization.rule import is_head, is_table
-from holdfast.worker.models.quantization.scheme import QuantizationScheme, num_weights, read_scheme
+from holdfast.worker.models.formats.gguf_folder import gguf_files, is_made_of_gguf, read_index
+from holdfast.worker.models.formats.quantization_rule import is_head, is_table
+from holdfast.worker.models.formats.quantization_scheme import QuantizationScheme, num_weights, read_scheme
 from holdfast.worker.models.safetensors_header import INDEX, checked_header, read_header
 from holdfast.worker.models.text_model import name_in_model, served_config
 

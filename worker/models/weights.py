@@ -26,7 +26,7 @@ from holdfast.worker.models.checks import (
     check_num_layers,
     first_line,
 )
-from holdfast.worker.models.gguf.folder import hf_folder, is_gguf, tokenizer_reason
+from holdfast.worker.models.formats.gguf_folder import hf_folder, is_gguf, tokenizer_reason
 from holdfast.worker.models.text_model import holds_text_model, key_mapping, served_config, text_name
 from holdfast.worker.models.weight_files import check_folder, from_hub, num_tensors
 from holdfast.worker.settings import DTYPE_SPELLINGS

@@ -19,9 +19,9 @@ from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.replica.block_exchange import BlockExchange
 from holdfast.worker.replica.link_traces import LinkTraces
 from holdfast.worker.replica.replica import Replica
-from holdfast.worker.request import AttemptKey, EngineRequest
+from holdfast.worker.request import AttemptKey
 from holdfast.worker.step_update import Heartbeat, Hello, Rejection, StepUpdate
-from holdfast.worker.wire.link_requests import bounded_parser, engine_request
+from holdfast.worker.wire.link_requests import LINK_BOUNDS, engine_request
 from holdfast.worker.wire.link_responses import (
     LinkMessageError,
     heartbeat_message,
@@ -29,7 +29,7 @@ from holdfast.worker.wire.link_responses import (
     step_messages,
 )
 from holdfast.worker.wire.link_security import UNSECURED, LinkSecurity
-from holdfast.worker.wire.message_bounds import MalformedMessageError
+from holdfast.worker.wire.message_bounds import MalformedMessageError, bounded_parser
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -106,17 +106,23 @@ class LinkServer:
 def _handler(servicer: "EngineServicer") -> "grpc.GenericRpcHandler[Any, Any]":
     """The generated one would read messages of any size."""
     serializer = engine_pb2.LinkResponse.SerializeToString
-    link = grpc.stream_stream_rpc_method_handler(servicer.Link, bounded_parser(engine_pb2.LinkRequest), serializer)
+    link = grpc.stream_stream_rpc_method_handler(
+        servicer.Link, bounded_parser(engine_pb2.LinkRequest, LINK_BOUNDS), serializer
+    )
     blocks = grpc.unary_unary_rpc_method_handler(
         servicer.SendBlocks,
-        bounded_parser(engine_pb2.SendBlocksRequest),
+        bounded_parser(engine_pb2.SendBlocksRequest, LINK_BOUNDS),
         engine_pb2.SendBlocksResponse.SerializeToString,
     )
     pins = grpc.unary_unary_rpc_method_handler(
-        servicer.GetPins, bounded_parser(engine_pb2.GetPinsRequest), engine_pb2.GetPinsResponse.SerializeToString
+        servicer.GetPins,
+        bounded_parser(engine_pb2.GetPinsRequest, LINK_BOUNDS),
+        engine_pb2.GetPinsResponse.SerializeToString,
     )
     ended = grpc.unary_unary_rpc_method_handler(
-        servicer.EndPins, bounded_parser(engine_pb2.EndPinsRequest), engine_pb2.EndPinsResponse.SerializeToString
+        servicer.EndPins,
+        bounded_parser(engine_pb2.EndPinsRequest, LINK_BOUNDS),
+        engine_pb2.EndPinsResponse.SerializeToString,
     )
     methods = {"Link": link, "SendBlocks": blocks, "GetPins": pins, "EndPins": ended}
     return grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -325,9 +331,6 @@ class RouterLink:
             rejection = Rejection(attempt=attempt, error=error)
             self._outbox.put_nowait(StepUpdate(load=self._engine.load, rejections=(rejection,)))
             return
-        self._begin(request, attempt)
-
-    def _begin(self, request: EngineRequest, attempt: AttemptKey) -> None:
         if self._traces is not None:
             self._traces.submitted(attempt, request)
         self._engine.submit(request, self, attempt)

@@ -19,8 +19,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous
 from holdfast.worker.errors import HoldfastError
+from holdfast.worker.executors.rendezvous import RankListener, Rendezvous
 from holdfast.worker.process_memory import loading, oom_kills, set_aside
 from holdfast.worker.replica.processes import ProcessId
 from holdfast.worker.wire.loopback import LOOPBACK
@@ -28,7 +28,7 @@ from holdfast.worker.wire.loopback import LOOPBACK
 if TYPE_CHECKING:
     import torch
 
-    from holdfast.worker.distributed.tensor_parallel import DistributedGroup
+    from holdfast.worker.executors.tensor_parallel import DistributedGroup
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def join(
     listener: RankListener | None = None,
 ) -> "DistributedGroup":
     """Meets the other ranks. Blocks until all are there. The leader brings its `listener`."""
-    from holdfast.worker.distributed.tensor_parallel import DistributedGroup
+    from holdfast.worker.executors.tensor_parallel import DistributedGroup
 
     backend: Literal["nccl", "sockets"] = "sockets"
     if device.type == "cuda":

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.worker.adapter import Adapter
 from holdfast.worker.config import HealthConfig, WorkerConfig
-from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.tier_mover import TierShape
 from holdfast.worker.errors import ConfigurationError, HoldfastError, ReplicaError
+from holdfast.worker.executors.rendezvous import RankListener, Rendezvous
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.process_memory import loading, take_back
 from holdfast.worker.progress import Report
@@ -44,9 +44,9 @@ from holdfast.worker.wire.loopback import LOOPBACK, check_loopback
 if TYPE_CHECKING:
     import torch
 
-    from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
     from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
     from holdfast.worker.engine.rank_orders import RankMovers
+    from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 
 logger = logging.getLogger(__name__)
 
@@ -342,7 +342,7 @@ def _gather_ranks(
     config: WorkerConfig, device: "torch.device", launcher: RankLauncher
 ) -> "tuple[TensorParallelGroup, Ranks | None]":
     """The leader's end of the group, and the other ranks if there are any."""
-    from holdfast.worker.distributed.tensor_parallel import SingleRank
+    from holdfast.worker.executors.tensor_parallel import SingleRank
 
     if config.parallel.tensor_parallel_size == 1:
         return SingleRank(), None

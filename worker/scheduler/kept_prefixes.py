@@ -21,9 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.pins import Pin
-from holdfast.worker.cache.prefix_cache import BlockStored, HashChain
+from holdfast.worker.cache.prefix_cache import BlockStored
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.cache.window_blocks import NOTHING_SEEN, WindowBlocks, WindowPrefix
 from holdfast.worker.request import PinnedPrefix

@@ -12,8 +12,8 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import Final
 
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.block_pool import BlockAllocator
-from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.cache.state_slots import StateSlots
 from holdfast.worker.cache.window_blocks import WindowBlocks
 from holdfast.worker.scheduler.kept_prefixes import Pinning, SharedPrefix, cuts_of, renew_states

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from enum import Enum
 from typing import ClassVar
 
-from holdfast.worker.cache.prefix_cache import HashChain
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.window_blocks import WindowTable
 from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob

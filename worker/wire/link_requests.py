@@ -4,7 +4,7 @@ An attempt crosses the wire as its number alone, which is the router's key of it
 link's name (`AttemptKey`), since each router counts for itself. The same holds for groups.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import Final, TypeVar
 
@@ -25,11 +25,10 @@ from holdfast.worker.request import (
     Priority,
 )
 from holdfast.worker.wire.bound import Bound
-from holdfast.worker.wire.message_bounds import Bounds, MessageBounds
+from holdfast.worker.wire.message_bounds import Bounds
 from holdfast.worker.wire.sampling_fields import TOKEN_SCOPE, fields_of, params_of
 
 Kind = TypeVar("Kind", bound=IntEnum)
-Asked = TypeVar("Asked", engine_pb2.LinkRequest, engine_pb2.SendBlocksRequest, engine_pb2.GetPinsRequest)
 
 
 # --- at the router's end ---
@@ -141,19 +140,6 @@ LINK_BOUNDS: Final[Bounds] = {
     "holdfast.v1.RankHeads": {"counts": Bound(count=2**12), "heads": Bound(count=2**18)},
 }
 """Bounds of a router's messages: wide, for routers hold their clients to narrower ones."""
-
-
-def bounded_parser(kind: type[Asked]) -> Callable[[bytes], Asked]:
-    """Reads messages of this kind from routers and other replicas. Its result raises `DecodeError`,
-    `MalformedMessageError`, and `InvalidRequestError` for a field beyond its bound.
-    """
-    check = MessageBounds.of(kind.DESCRIPTOR, LINK_BOUNDS).check
-
-    def parse(data: bytes) -> Asked:
-        check(data)
-        return kind.FromString(data)
-
-    return parse
 
 
 def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> EngineRequest:

@@ -109,12 +109,12 @@ def step_messages(update: StepUpdate) -> Iterator[engine_pb2.LinkResponse]:
     message = _step_message(update, first)
     plain, rest = PlainTokens.split(update.deltas)
     deltas, *later = delta_pieces(rest)
-    message.step.plain_attempts.extend(map(_number, plain.attempts))
+    message.step.plain_attempts.extend(map(attempt_number, plain.attempts))
     message.step.plain_token_indices.extend(plain.token_indices)
     message.step.plain_token_ids.extend(plain.token_ids)
     _add_deltas(message, deltas)
     message.step.rejections.extend(map(_rejection_message, update.rejections))
-    message.step.fetched_attempts.extend(_number(one.attempt) for one in update.fetched_ahead)
+    message.step.fetched_attempts.extend(attempt_number(one.attempt) for one in update.fetched_ahead)
     message.step.fetched_tokens.extend(one.num_tokens for one in update.fetched_ahead)
     if update.stats is not None:
         message.step.stats.CopyFrom(_stats_message(update.stats))
@@ -147,7 +147,8 @@ def _step_message(update: StepUpdate, changes: CacheChanges) -> engine_pb2.LinkR
     return message
 
 
-def _number(attempt: Hashable) -> int:
+def attempt_number(attempt: Hashable) -> int:
+    """The router's number of an attempt, which crosses the wire alone."""
     assert isinstance(attempt, AttemptKey), f"{attempt!r} was not submitted over a link"
     return attempt.number
 
@@ -155,7 +156,7 @@ def _number(attempt: Hashable) -> int:
 def _add_delta(deltas: "RepeatedCompositeFieldContainer[engine_pb2.Delta]", delta: TokenDelta) -> None:
     """Adds a delta. Fields that most deltas do not have cost nothing where they are absent."""
     message = deltas.add(
-        attempt=_number(delta.attempt), first_token_index=delta.first_token_index, token_ids=delta.token_ids
+        attempt=attempt_number(delta.attempt), first_token_index=delta.first_token_index, token_ids=delta.token_ids
     )
     if delta.finish_reason is not None:
         message.finish_reason = _FINISH_CODES[delta.finish_reason]
@@ -186,7 +187,7 @@ def _logprob_message(item: TokenLogprob, token_id: int = 0) -> engine_pb2.Engine
 
 
 def _rejection_message(rejection: Rejection) -> engine_pb2.Rejection:
-    error, attempt = rejection.error, _number(rejection.attempt)
+    error, attempt = rejection.error, attempt_number(rejection.attempt)
     if isinstance(error, InvalidRequestError):
         return engine_pb2.Rejection(attempt=attempt, field=error.field, message=error.limit)
     return engine_pb2.Rejection(

@@ -5,14 +5,17 @@ reads tags and lengths alone, and stops at the first field beyond its bound: its
 the message.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
 
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.wire.bound import Bound
+
+Kind = TypeVar("Kind", bound=Message)
 
 MAX_FIELDS: Final = 2**17
 """Most fields of one message on the wire, those of messages in it included."""
@@ -209,6 +212,19 @@ def _num_packed(data: bytes, position: int, length: int, field: _Field) -> int:
     if length <= field.count or length > _LONGEST_VARINT * field.count:
         return length
     return len(data[position : position + length].translate(None, _CONTINUES))
+
+
+def bounded_parser(kind: type[Kind], bounds: Bounds) -> Callable[[bytes], Kind]:
+    """Reads messages of this kind. Its result raises `DecodeError`, `MalformedMessageError`, and `InvalidRequestError`
+    for a field beyond its bound.
+    """
+    check = MessageBounds.of(kind.DESCRIPTOR, bounds).check
+
+    def parse(data: bytes) -> Kind:
+        check(data)
+        return kind.FromString(data)
+
+    return parse
 
 
 @dataclass(slots=True)

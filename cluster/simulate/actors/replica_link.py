@@ -19,6 +19,7 @@ from holdfast.worker.scheduler.speculation import Proposer, Speculation
 from holdfast.worker.scheduler.step_time import StepCosts
 from holdfast.worker.step_plan import StepPlan, StepResult
 from holdfast.worker.step_update import PlainTokens, StepUpdate
+from holdfast.worker.wire.link_responses import attempt_number
 
 
 class SimulatedReplicaLink:
@@ -76,16 +77,11 @@ def _for_router(update: StepUpdate) -> StepUpdate:
     plain, others = PlainTokens.split(update.deltas)
     return replace(
         update,
-        plain=plain._replace(attempts=[_number(attempt) for attempt in plain.attempts]),
-        deltas=[replace(delta, attempt=_number(delta.attempt)) for delta in others],
-        rejections=[replace(item, attempt=_number(item.attempt)) for item in update.rejections],
-        fetched_ahead=[one._replace(attempt=_number(one.attempt)) for one in update.fetched_ahead],
+        plain=plain._replace(attempts=[attempt_number(attempt) for attempt in plain.attempts]),
+        deltas=[replace(delta, attempt=attempt_number(delta.attempt)) for delta in others],
+        rejections=[replace(item, attempt=attempt_number(item.attempt)) for item in update.rejections],
+        fetched_ahead=[one._replace(attempt=attempt_number(one.attempt)) for one in update.fetched_ahead],
     )
-
-
-def _number(attempt: Hashable) -> int:
-    assert isinstance(attempt, AttemptKey), f"{attempt!r} was not submitted over a link"
-    return attempt.number
 
 
 class Runner(Protocol):

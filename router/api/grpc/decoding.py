@@ -17,7 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from holdfast.router.api.intake import DecodeWorker
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.wire.message_bounds import Bounds, MalformedMessageError, MessageBounds
+from holdfast.worker.wire.message_bounds import Bounds, MalformedMessageError, bounded_parser
 
 Decode: TypeAlias = Callable[[bytes], Awaitable[Message]]
 """Raises `InvalidRequestError`."""
@@ -30,29 +30,21 @@ class MessageDecoder:
         self._bounds = bounds
         self._worker = worker
 
-    def of(self, message: Descriptor) -> Decode:
-        """Decodes messages of a sort. Raises `UnboundedFieldError` where one of its fields has no bound."""
-        parse = self.parser(message)
-
-        async def decode(data: bytes) -> Message:
-            return await self._worker.run(len(data), partial(parse, data))
-
-        return decode
-
-    def parser(self, message: Descriptor) -> Callable[[bytes], Message]:
-        """The same on the caller's thread."""
-        message_class: type[Message] = GetMessageClass(message)
-        check = MessageBounds.of(message, self._bounds).check
+    def of(self, message: Descriptor, before: Callable[[bytes], None] = lambda data: None) -> Decode:
+        """Decodes messages of a sort; `before` gets the bytes first. Raises `UnboundedFieldError` where one of its
+        fields has no bound.
+        """
+        parse, run = bounded_parser(GetMessageClass(message), self._bounds), self._worker.run
         limit = f"must be a {message.full_name}: well-formed protobuf, with strings in UTF-8"
 
-        def parse(data: bytes) -> Message:
+        async def decode(data: bytes) -> Message:
+            before(data)
             try:
-                check(data)
-                return message_class.FromString(data)
+                return await run(len(data), partial(parse, data))
             except (DecodeError, MalformedMessageError):
                 raise InvalidRequestError("request", data[:100], limit) from None
 
-        return parse
+        return decode
 
 
 TURN_BYTES: Final = 2**20

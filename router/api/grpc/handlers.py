@@ -83,9 +83,7 @@ def generic_handler(
 def _handler(
     method: MethodDescriptor, implementation: Any, decoder: MessageDecoder, hooks: CallHooks
 ) -> "grpc.RpcMethodHandler[Any, Any]":
-    decode = _taken(decoder.of(method.input_type))
-    if hooks.poison_watch is not None and not method.client_streaming:
-        decode = _noted(decode, method, hooks.poison_watch)
+    decode = decoder.of(method.input_type, _noting(method, None if method.client_streaming else hooks.poison_watch))
     serializer = GetMessageClass(method.output_type).SerializeToString
     if method.client_streaming:
         streams = _streams(implementation, decode, hooks)
@@ -98,27 +96,19 @@ def _handler(
     return grpc.stream_unary_rpc_method_handler(_unary(implementation, decode, hooks), response_serializer=serializer)
 
 
-def _taken(decode: Decode) -> Decode:
-    """Takes the bytes of a message into the call's lease before anything is made of them."""
-
-    async def taken(data: bytes) -> Message:
-        if (lease := CURRENT_LEASE.get()) is not None:
-            lease.take(len(data))
-        return await decode(data)
-
-    return taken
-
-
-def _noted(decode: Decode, method: MethodDescriptor, watch: PoisonWatch) -> Decode:
-    """Notes a request in the task of its call, before any of it is decoded: decoding may end this process."""
+def _noting(method: MethodDescriptor, watch: PoisonWatch | None) -> Callable[[bytes], None]:
+    """Notes a message in the task of its call, before any of it is decoded: decoding may end this process, of which
+    the `watch` is to know. Takes the bytes into the call's lease.
+    """
     kind, may_come_again = method.full_name, method.input_type.full_name == "holdfast.v1.GenerateRequest"
 
-    async def noted(data: bytes) -> Message:
-        if data:
+    def note(data: bytes) -> None:
+        if data and watch is not None:
             begin_reading(watch, kind, *(lasting_parts(data) if may_come_again else [data]))
-        return await decode(data)
+        if (lease := CURRENT_LEASE.get()) is not None:
+            lease.take(len(data))
 
-    return noted
+    return note
 
 
 async def _message(context: Context, hooks: CallHooks) -> bytes:

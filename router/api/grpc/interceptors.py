@@ -62,7 +62,7 @@ class CallWatch(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # it tak
 
     def came(self, context: Context) -> None:
         """The call's message is not there yet."""
-        if self._guard.suspects:
+        if self._guard.budgets.suspects(self._guard.now()):
             self._name(context)
 
     def begun(self, context: Context) -> None:
@@ -73,7 +73,7 @@ class CallWatch(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # it tak
         if arrival is not None:
             self._name(context)
             arrival.has_begun = True
-            if not self._guard.call(arrival.peer, has_key=self._gate.has_entered):
+            if not self._guard.call(arrival.peer, has_key=self._gate.is_locked and self._gate.has_entered):
                 raise asyncio.CancelledError
 
     def _name(self, context: Context) -> None:

@@ -8,7 +8,7 @@ from holdfast.router.api.grpc.handlers import Context
 from holdfast.router.api.grpc.interceptors import REQUEST_ID_HEADER, Named, with_request_id
 from holdfast.router.api.intake import DecodeWorker
 from holdfast.router.request import naming
-from holdfast.router.requests.poison_watch import CURRENT_READING
+from holdfast.router.requests.poison_watch import expect_prompts
 from holdfast.router.requests.pooling import PooledPrompt, PoolingDesk
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.wire.pooling_codec import floats_of, pool_request, score_request
@@ -37,7 +37,7 @@ class PoolingCalls:
         with naming(bare.names):
             facts = self._desk.facts(bare.model)
             self._check_answer(len(prompts), named.dimensions or facts.num_outputs)
-        _expect(len(prompts))
+        expect_prompts(len(prompts))
         found = await self._desk.each(bare, prompts, context.time_remaining())
         return inference_pb2.PoolResponse(
             request_id=named.request_id, model=found[0].model, outputs=map(_output, found), labels=facts.labels
@@ -47,7 +47,7 @@ class PoolingCalls:
         """A score for each pair of texts."""
         named = await _named(message, context)
         bare = await self._decode_worker.run(named.ByteSize(), partial(score_request, named))
-        _expect(len(named.queries) + len(named.documents))
+        expect_prompts(len(named.queries) + len(named.documents))
         texts = named.queries, named.documents
         found = await self._desk.scores(bare, *texts, named.instruction or None, context.time_remaining())
         return inference_pb2.ScoreResponse(
@@ -72,12 +72,6 @@ async def _named(message: Named, context: Context) -> Named:
     named.request_id = named.request_id or uuid.uuid4().hex
     await context.send_initial_metadata(((REQUEST_ID_HEADER, named.request_id),))
     return named
-
-
-def _expect(num_prompts: int) -> None:
-    """Says how many prompts the request that is read has."""
-    if (reading := CURRENT_READING.get()) is not None:
-        reading.expect(num_prompts)
 
 
 def _output(one: PooledPrompt) -> inference_pb2.PooledOutput:

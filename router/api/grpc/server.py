@@ -109,8 +109,9 @@ class InferenceServicer:
                         await context.write(encode(delta))
 
     async def _request(self, message: inference_pb2.GenerateRequest, context: Context) -> GenerationRequest:
+        cost = _cost(message)
         named = with_request_id(message, context)
-        return await self._decode_worker.run(_cost(named), partial(generation_request, named))
+        return await self._decode_worker.run(cost, partial(generation_request, named))
 
     async def Pool(self, message: inference_pb2.PoolRequest, context: Context) -> inference_pb2.PoolResponse:
         return await self._pooling.pool(message, context)

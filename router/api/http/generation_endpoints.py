@@ -30,7 +30,7 @@ from holdfast.router.api.http.submission import (
 from holdfast.router.request import GenerationRequest, naming
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_search import BeamAnswer
-from holdfast.router.requests.poison_watch import CURRENT_READING
+from holdfast.router.requests.poison_watch import expect_prompts
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.text.token_table import TokenTable
 
@@ -112,8 +112,8 @@ class GenerationEndpoints:
         generations = [
             submission.of(one, number=number, num_prompts=len(bare), choices=choices) for number, one in enumerate(bare)
         ]
-        if (reading := CURRENT_READING.get()) is not None:
-            reading.expect(len(generations))
+        if len(generations) > 1:
+            expect_prompts(len(generations))
         if not body.streams:
             async with AsyncExitStack() as stack:
                 answers = await self._open(stack, generations)

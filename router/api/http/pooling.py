@@ -19,7 +19,7 @@ from holdfast.router.api.http.json_body import Listed, Reads
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
 from holdfast.router.api.http.sampling import priority_of
 from holdfast.router.request import GenerationRequest, check_inputs, naming
-from holdfast.router.requests.poison_watch import CURRENT_READING
+from holdfast.router.requests.poison_watch import expect_prompts
 from holdfast.router.requests.pooling import PooledPrompt, PoolingDesk
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import InvalidRequestError
@@ -223,7 +223,7 @@ class PoolingEndpoints:
         """POST /score: one score for each pair of texts."""
         body, bare = await self._body(request, ScoreBody, lambda one: one.bare(tenant_of(request)))
         queries, documents = body.texts()
-        _expect(len(queries) + len(documents))
+        expect_prompts(len(queries) + len(documents))
         found = await unless_gone(request, self._desk.scores(bare, queries, documents, body.instruction))
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(found.scores)]
         usage, model = _usage(found.prompts), _model(found.prompts)
@@ -232,7 +232,7 @@ class PoolingEndpoints:
     async def rerank(self, request: Request) -> ASGIApp:
         body, bare = await self._body(request, RerankBody, lambda one: one.bare(tenant_of(request)))
         texts = body.texts()
-        _expect(1 + len(texts))
+        expect_prompts(1 + len(texts))
         found = await unless_gone(request, self._desk.scores(bare, [body.query], texts, body.instruction))
         order = sorted(range(len(texts)), key=lambda index: (-found.scores[index], index))[: body.top_n or None]
         results: list[dict[str, Any]] = [{"index": at, "relevance_score": found.scores[at]} for at in order]
@@ -268,7 +268,7 @@ class PoolingEndpoints:
     async def _pooled(
         self, request: Request, bare: GenerationRequest, prompts: Sequence[str | tuple[int, ...]]
     ) -> list[PooledPrompt]:
-        _expect(len(prompts))
+        expect_prompts(len(prompts))
         found: list[PooledPrompt] = await unless_gone(request, self._desk.each(bare, prompts))
         return found
 
@@ -278,12 +278,6 @@ class PoolingEndpoints:
         submission, content = await self._reader.submission(request)
         body, bare = await self._reader.decoded(content, kind, made_of)
         return body, submission.of(bare)
-
-
-def _expect(num_prompts: int) -> None:
-    """Says how many prompts the request that is read has."""
-    if (reading := CURRENT_READING.get()) is not None:
-        reading.expect(num_prompts)
 
 
 def _floats(values: bytes) -> list[float]:

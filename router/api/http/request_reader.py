@@ -123,9 +123,10 @@ class RequestReader:
         content = await self.content(request)
         if (known := request.scope.get(SUBMISSION)) is not None:
             return known, content
-        num_bytes = len(content) if RESUME in request.headers else 0  # a resume record follows
         read = partial(Submission.read, request.headers, content, self._limits)
-        return await self._decode_worker.run(num_bytes, read)
+        if RESUME in request.headers:  # a resume record follows
+            return await self._decode_worker.run(len(content), read)
+        return read()
 
     async def content(self, request: Request) -> bytes:
         """The bytes of a request's body, which must have the content type of JSON, up to the maximum size."""

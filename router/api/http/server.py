@@ -96,11 +96,11 @@ class BoundedProtocol(Connection):
         elif self._overload is not None and not self._overload.takes_connection():
             self._come_as_guest(self._overload)
         else:
-            self._expect_request()
             if self._guard is not None and self.client is not None:
                 self.client_connection = self._guard.http_connection(*self.client)
                 if len(self.connections) > self._limits.max_unauthenticated_connections:
                     self._close_strangers(self._guard)
+            self._expect_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._guests.discard(self)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from holdfast.worker.adapter import Adapter
-from holdfast.worker.cache.prefix_cache import HashChain
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.engine.adapters import RankAdapters
 from holdfast.worker.executors.cpu.adapters import PackedAdapter
 from holdfast.worker.executors.cpu.executor import CpuExecutor

@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+from benchmarks.free_port import pick_port
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.client.transport import KEEPALIVE_MS
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
@@ -104,12 +104,6 @@ PROXIES: dict[str, tuple[str, tuple[str, ...], signal.Signals | None]] = {
 connections of a second by GOAWAY."""
 
 
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
-
-
 class Proxy:
     """A proxy in front of one router; `reload` it while streams run."""
 
@@ -119,7 +113,7 @@ class Proxy:
         if program is None:
             pytest.skip(f"no {name} here: `apt-get install {name}`")
         host, _, router_port = router.rpartition(":")
-        self.port = free_port()
+        self.port = pick_port()
         file = folder / f"{name}.conf.yaml"
         file.write_text(
             text.format(

@@ -20,8 +20,9 @@ from holdfast.router.config import OverloadConfig
 from holdfast.router.links.replica_link import LinkWatch
 from holdfast.router.overload.byte_ledger import ByteLedger
 from holdfast.router.overload.overload import Overload
+from holdfast.v1 import engine_pb2
 from holdfast.worker.progress import ProgressCounter
-from holdfast.worker.replica import hang_supervisor
+from holdfast.worker.replica import hang_supervisor, link_server
 from holdfast.worker.replica.heartbeat_pipe import HeartbeatPipe
 from holdfast.worker.replica.link_server import RouterLink
 from tests.virtual_loop import VirtualLoop, run, wakeups_in
@@ -148,7 +149,9 @@ def test_a_hang_supervisor_wakes_four_times_a_second_and_asks_for_no_debugger_wh
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.13, 7.0])
-def test_a_heart_beats_as_soon_as_there_is_work_and_until_it_is_done(wait_s):
+def test_a_heart_beats_as_soon_as_there_is_work_and_until_it_is_done(wait_s, monkeypatch):
+    monkeypatch.setattr(link_server, "engine_request", lambda *_: None)
+
     async def replica() -> list[float]:
         engine = idle_engine()
         link = beating(engine)
@@ -160,7 +163,7 @@ def test_a_heart_beats_as_soon_as_there_is_work_and_until_it_is_done(wait_s):
             await asyncio.sleep(wait_s)
             began_s = loop.time()
             engine.submit = lambda *_: setattr(engine, "has_work", True)
-            link._begin(None, None)
+            link._submit(engine_pb2.Submit(attempt=1))
             await asyncio.sleep(1.01)
             engine.has_work = False
             found = [round(beat_s - began_s, 3) for beat_s in beats]

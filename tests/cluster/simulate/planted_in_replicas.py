@@ -12,7 +12,7 @@ from holdfast.cluster.simulate.actors import transfers as transfers_module
 from holdfast.cluster.simulate.actors.disk import SimulatedDisk
 from holdfast.cluster.simulate.actors.mover import SimulatedMover
 from holdfast.cluster.simulate.oracle.pseudo_model import PseudoMatcher
-from holdfast.worker.cache import prefix_cache as prefix_cache_module
+from holdfast.worker import block_hash as block_hash_module
 from holdfast.worker.cache.block_pool import BlockAllocator
 from holdfast.worker.cache.pins import Pins
 from holdfast.worker.cache.state_slots import StateSlots
@@ -189,7 +189,7 @@ def serve_those_who_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def hash_without_the_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of all tenants are found for each other, in memory and on the disk."""
-    root, module = prefix_cache_module.root_hash, prefix_cache_module
+    root, module = block_hash_module.root_hash, block_hash_module
     monkeypatch.setattr(module, "root_hash", lambda salt, tenant="", adapter="": root(salt, adapter=adapter))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.worker.models.gguf.folder import contents_of
+from holdfast.worker.models.formats.gguf_folder import contents_of
 from tests.fuzz.refusals import refused
 
 

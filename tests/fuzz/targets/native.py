@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from benchmarks.own_pool_sampler import OwnPoolSampler
 from holdfast.worker.draws import DrawParams, LogitsSettings
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput
@@ -51,7 +52,7 @@ class Choices:
 @contextmanager
 def opened() -> Iterator[Callable[[bytes], None]]:
     """The first byte says whether the rest draws or computes."""
-    sampler, torch_sampler = NativeSampler.with_threads(2), TorchSampler()
+    sampler, torch_sampler = OwnPoolSampler.with_threads(2), TorchSampler()
     runners = [Runner(layout_of(model), threads=2, block_size=16) for model in MODELS]
 
     def read(data: bytes) -> None:

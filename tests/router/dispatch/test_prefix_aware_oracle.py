@@ -11,8 +11,7 @@ from holdfast.router.dispatch.policy import COPY_COST, MAX_COPY_TOKENS, TOKENS_P
 from holdfast.router.dispatch.replica_registry import ReplicaRegistry
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.worker.adapter import Adapter
-from holdfast.worker.block_hash import short_adapter, short_hash
-from holdfast.worker.cache.prefix_cache import HashChain
+from holdfast.worker.block_hash import HashChain, short_adapter, short_hash
 from holdfast.worker.request import EngineLoad, EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from tests.router.core import LetterText, facts

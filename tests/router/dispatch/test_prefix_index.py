@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.router.dispatch.prefix_index import PrefixHolders, PrefixIndex, PromptPrefix
 from holdfast.worker import block_hash
-from holdfast.worker.block_hash import short_hash
-from holdfast.worker.cache.prefix_cache import HashChain
+from holdfast.worker.block_hash import HashChain, short_hash
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 

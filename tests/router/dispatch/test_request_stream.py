@@ -11,6 +11,7 @@ from holdfast.router.generation import OutputDelta, Usage
 from holdfast.worker.errors import QueueFullError, ReplicaError
 from holdfast.worker.request import EngineRequest, FinishReason, SequenceKey
 from holdfast.worker.sampling_params import SamplingParams
+from tests.router.answers import read_from
 from tests.router.core import LetterText, delta
 from tests.router.dispatch.test_dispatch_host import Board
 
@@ -53,7 +54,8 @@ def test_a_completion_that_says_much_does_not_keep_the_others_waiting():
     streams = [OutputStream(SequenceKey("", "r", 0, index), WakingSink(lambda: None)) for index in range(3)]
     for index, stream in enumerate(streams):
         stream.index = index
-    call, order = RequestStream(asked(), streams), []
+    call, order = RequestStream(asked()), []
+    read_from(call, streams)
     for step in range(6):
         for stream in streams:
             stream.push(OutputDelta(request_id="r", first_token_index=step, token_ids=(5,), text=""))

@@ -142,7 +142,7 @@ UNPICKLES = {
     "pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "joblib", "_pickle"
 }  # fmt: skip
 RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
-OPEN_TO_THE_NETWORK = ("router", "worker/wire", "worker/replica", "worker/wire", "worker/distributed",
+OPEN_TO_THE_NETWORK = ("router", "worker/wire", "worker/replica", "worker/executors",
     "cluster/client")  # fmt: skip
 HANDS_OBJECTS = {
     "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list",

@@ -16,7 +16,7 @@ from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica, fake_tokens
 from tests.loops import on_each_loop
-from tests.router.answers import new_answer
+from tests.router.answers import new_answer, read_from
 from tests.router.links.test_real_link import RealReplica
 from tests.router.site import collected, eventually, num_open_is, refusal, request, site
 from tests.worker.scheduler.test_logits_settings import LogitsRunner
@@ -156,7 +156,7 @@ def answer_of(num_streams: int, **given) -> tuple[list[OutputStream], SampledAns
     streams = [OutputStream(SequenceKey("", "r", 0, index), answer) for index in range(num_streams)]
     for index, stream in enumerate(streams):
         stream.index = index
-    answer.read_from(streams)
+    read_from(answer, streams)
     return streams, answer
 
 

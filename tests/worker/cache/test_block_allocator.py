@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.block_pool import BlockAllocator
-from holdfast.worker.cache.prefix_cache import HashChain
 
 
 def test_a_fresh_cache_hands_out_neighbours_in_order():

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.worker.block_hash import next_hash, root_hash
+from holdfast.worker.block_hash import HashChain, next_hash, root_hash
 from holdfast.worker.cache.block_pool import BlockAllocator
-from holdfast.worker.cache.prefix_cache import BlockEvicted, BlockStored, HashChain, PrefixCache
+from holdfast.worker.cache.prefix_cache import BlockEvicted, BlockStored, PrefixCache
 from holdfast.worker.request import Priority
 from tests.examples import examples
 from tests.pseudo_model import PseudoRunner, pseudo_completion

@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.adapters import AdapterGoneError, RankAdapters
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.adapter_places import AdapterPlaces
 from holdfast.worker.models.stated_config import read_stated_config
 from tests.parity.families import save_tiny_model

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from holdfast.worker.block_hash import short_hash
-from holdfast.worker.cache.prefix_cache import HashChain
+from holdfast.worker.block_hash import HashChain, short_hash
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.engine_core import STATS_EVERY_STEPS

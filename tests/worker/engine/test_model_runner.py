@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from holdfast.worker.config import CacheConfig, SchedulerConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine import model_runner
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follow
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.loading import load_model
 from holdfast.worker.models.memory import PREFIX_CACHE_FACTOR
 from holdfast.worker.step_plan import NO_ROWS, StepPlan
@@ -214,7 +214,7 @@ def heard_by(call) -> str | None:
 
 
 def test_the_leader_has_the_logits_of_all_tokens(folder, executor):
-    from holdfast.worker.distributed.step_batch import StepBatch
+    from holdfast.worker.executors.step_batch import StepBatch
 
     def execute(group):
         runner = ModelRunner.load(worker_config(folder, 2, executor=executor), group, device=CPU)
@@ -226,8 +226,8 @@ def test_the_leader_has_the_logits_of_all_tokens(folder, executor):
 
 
 def test_control_messages_are_no_steps(leader):
-    from holdfast.worker.distributed.step_batch import StepBatch
     from holdfast.worker.engine.model_runner import Order, number_message
+    from holdfast.worker.executors.step_batch import StepBatch
 
     assert StepBatch.of(whole_prompts(leader)).packed()[0] >= 1
     assert max(Order) < 1

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank
+from benchmarks.own_pool_sampler import OwnPoolSampler
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.engine.engine_core import EngineCore
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.engine.steps_in_flight import step_result
 from holdfast.worker.errors import InternalError, ReplicaError
-from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.draft_model import DraftModel
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.step_plan import NO_TOKEN, ScheduledSequence, StepPlan, StepResult
@@ -52,7 +52,7 @@ def test_rows_with_a_nan_or_an_infinite_best_are_found_and_banned_tokens_are_non
 
 @pytest.fixture(params=["torch", "native"])
 def sampler(request):
-    sampler = TorchSampler() if request.param == "torch" else NativeSampler.with_threads(2)
+    sampler = TorchSampler() if request.param == "torch" else OwnPoolSampler.with_threads(2)
     yield sampler
     sampler.close()
 

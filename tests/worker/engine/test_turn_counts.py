@@ -1,7 +1,6 @@
 """What a turn of the engine costs in counts, on a fixed load: calls of Python functions, and objects that are made.
 
-Times are for benchmarks (`benchmarks/engine_turn.py`). A count that grows is seen here, on any machine: see
-`tests/counting.py`.
+A count that grows is seen here, on any machine: see `tests/counting.py`.
 """
 
 import json

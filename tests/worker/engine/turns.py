@@ -4,11 +4,11 @@ import json
 import sys
 
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import AttemptKey, EngineRequest

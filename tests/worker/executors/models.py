@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.model import register_attention
 from holdfast.worker.models.native_backend import prepare

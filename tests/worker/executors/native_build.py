@@ -1,5 +1,6 @@
 """Compiles the C++ programs of these tests with g++."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -29,3 +30,11 @@ def compiled(target: Path, *sources: str | Path, headers: tuple[Path, ...] = ())
     what = ["-c"] if target.suffix == ".o" else ["-pthread"]
     subprocess.run([compiler, "-std=c++17", "-g", *WARNINGS, *folders, *files, *what, "-o", target], check=True)
     return target
+
+
+def stress(program: Path, scenario: str, seconds: float, threads: int, seed: int) -> None:
+    """Runs a program of these tests, which ends with an error for what is wrong."""
+    words = [program, scenario, *map(str, (seconds, threads, seed))]
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
+    result = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -14,10 +14,10 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.own_pool_sampler import OwnPoolSampler
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu import part_packing
 from holdfast.worker.executors.cpu.library import load_library
-from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.step_plan import StepPlan
 from tests.draw_params import draw_params
@@ -95,13 +95,13 @@ def steps(folder: Path) -> int:
 def draws() -> int:
     logits = torch.randn(9, 3000, generator=torch.Generator().manual_seed(3))
     params = draw_params(seed=5, first_output_index=0, temperature=1.0, top_k=700, top_p=0.9, num_logprobs=4)
-    sampler = NativeSampler.with_threads(2)
+    sampler = OwnPoolSampler.with_threads(2)
     real, create = sampler._library, sampler._library.native_sampler_create
     library = sampler._library = Armed(real)
 
     def renew() -> None:
         real.native_sampler_destroy(sampler._sampler)
-        sampler._sampler = create(sampler._own_pool)
+        sampler._sampler = create(sampler.own_pool)
 
     def draw() -> Any:
         return sampler.sample(HeadOutput(logits, None), [params] * 9).token_ids
@@ -116,8 +116,8 @@ def pools() -> int:
     library = Armed(load_library(), ("native_pool_create", "native_sampler_create"))
 
     def start() -> None:
-        with patch("holdfast.worker.executors.cpu.sampler.load_library", return_value=library):
-            NativeSampler.with_threads(3).close()
+        with patch("benchmarks.own_pool_sampler.load_library", return_value=library):
+            OwnPoolSampler.with_threads(3).close()
 
     return tried(library, start, lambda: None)[1]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import DistributedGroup, TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu import exchange
+from holdfast.worker.executors.step_batch import StepBatch
+from holdfast.worker.executors.tensor_parallel import DistributedGroup, TensorParallelGroup
 from holdfast.worker.models.native_backend import NativeBackend, make_backend
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 from tests.worker.executors.models import config_of, layout_of, prepared

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.step_plan import BlockCopy, ScheduledSequence, StepPlan
 
 

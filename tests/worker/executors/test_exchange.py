@@ -1,11 +1,8 @@
 """The exchange between ranks under stress: processes, threads, lost ranks, pools; and under the sanitizers."""
 
-import os
-import subprocess
-
 import pytest
 
-from tests.worker.executors.native_build import NATIVE, SANITIZED, SANITIZERS, compiled
+from tests.worker.executors.native_build import NATIVE, SANITIZED, SANITIZERS, compiled, stress
 
 SCENARIOS = (
     "sums",
@@ -24,13 +21,6 @@ SCENARIOS = (
 def program(request, tmp_path_factory):
     target = tmp_path_factory.mktemp(request.param) / "stress_exchange"
     return compiled(target, "stress_exchange.cpp", NATIVE / "pool.cpp", *SANITIZERS[request.param])
-
-
-def stress(program, scenario, seconds, ranks, seed):
-    words = [program, scenario, *map(str, (seconds, ranks, seed))]
-    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
-    result = subprocess.run(words, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])

@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
+from benchmarks.own_pool_sampler import OwnPoolSampler
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.library import OUT_OF_MEMORY, load_library
-from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput
 from tests.draw_params import draw_params
 from tests.parity.families import save_tiny_model
@@ -44,8 +44,8 @@ def test_a_weight_that_was_not_packed_is_an_error(monkeypatch):
 
 def test_what_a_draw_uses_is_not_freed_under_it():
     """As where an engine is left behind: its step goes on, on another thread."""
-    sampler = NativeSampler.with_threads(1)
-    pool, library = ctypes.c_void_p(sampler._own_pool), sampler._library
+    sampler = OwnPoolSampler.with_threads(1)
+    pool, library = ctypes.c_void_p(sampler.own_pool), sampler._library
     logits = torch.randn(200, 100_000, generator=torch.Generator().manual_seed(3))
     params = draw_params(seed=5, first_output_index=0, temperature=1.0, top_k=90_000, top_p=0.99)
     drawing = threading.Thread(target=sampler.sample, args=(HeadOutput(logits, None), [params] * 200))

@@ -2,12 +2,10 @@
 
 import ctypes
 import errno
-import os
-import subprocess
 
 import pytest
 
-from tests.worker.executors.native_build import NATIVE, SANITIZED, SANITIZERS, compiled
+from tests.worker.executors.native_build import NATIVE, SANITIZED, SANITIZERS, compiled, stress
 
 POOL = NATIVE / "pool.cpp"
 SCENARIOS = (
@@ -30,13 +28,6 @@ SCENARIOS = (
 def program(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     return compiled(folder / "stress_pool", "stress_pool.cpp", POOL, *SANITIZERS[request.param])
-
-
-def stress(program, scenario, seconds, threads, seed):
-    words = [program, scenario, *map(str, (seconds, threads, seed))]
-    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
-    result = subprocess.run(words, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)

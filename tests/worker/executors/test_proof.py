@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.layout import Attention, DecoderLayout, Layer
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.proof import Proof, ask_reference, check
 from holdfast.worker.models.reference import Reference
 from tests.worker.executors.models import config_of, layout_of, on_ranks

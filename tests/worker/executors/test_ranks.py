@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from benchmarks.free_port import pick_port
-from holdfast.worker.distributed.rendezvous import Rendezvous
-from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank
 from holdfast.worker.executors.cpu.library import runnable_classes
+from holdfast.worker.executors.rendezvous import Rendezvous
+from holdfast.worker.executors.tensor_parallel import DistributedGroup, SingleRank
 from holdfast.worker.models import native_backend as program
 from holdfast.worker.models.proof import Answers, Proof
-from tests.worker.distributed.lives import lives_of
 from tests.worker.executors import models, rank_scenarios
 from tests.worker.executors.cpu.native import lets_odd_weights_pass
+from tests.worker.executors.lives import lives_of
 from tests.worker.executors.models import on_ranks
 from tests.worker.executors.rank_scenarios import MODELS, all_best, bits_of_models, build, lost, refused
 

@@ -11,9 +11,9 @@ import torch
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.executors.cpu.library import runnable_classes
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.step_plan import BlockTables, DecodeColumns, DecodeRows, StepPlan
 from tests.counting import Counted
 from tests.draw_params import draw_params

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.gpu.graphs import Capture
 from holdfast.worker.executors.gpu.launches import Launch, triton_launch
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.hf_device_backend import HfDeviceBackend
 from holdfast.worker.models.model import RankModel

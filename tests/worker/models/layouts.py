@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.config import ModelConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.linears import Linear
+from holdfast.worker.executors.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.models.stated_layout import read_stated
 from tests.fake_group import run_ranks
 

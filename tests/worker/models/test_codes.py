@@ -10,14 +10,14 @@ from torch import Tensor
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.config import ModelConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.executors.coded import CodedMatrix, CodeKind, Offset
 from holdfast.worker.executors.gpu.weights import DeviceWeights
 from holdfast.worker.executors.layout import DecoderLayout, Experts, Mlp
 from holdfast.worker.executors.linears import Linear
+from holdfast.worker.executors.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.models import memory
 from holdfast.worker.models.coded_bytes import CodedBytes
-from holdfast.worker.models.gguf.folder import hf_folder
+from holdfast.worker.models.formats.gguf_folder import hf_folder
 from holdfast.worker.models.memory import MemoryEstimator
 from holdfast.worker.models.stated_layout import read_stated
 from tests.fake_group import run_ranks
@@ -25,8 +25,8 @@ from tests.parity.families import save_tiny_model
 from tests.parity.harness import worker_config
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu import runs
-from tests.worker.models.gguf.files import write_model
-from tests.worker.models.quantization.folders import LAYOUTS, write
+from tests.worker.models.formats.gguf_files import write_model
+from tests.worker.models.formats.quantized_folders import LAYOUTS, write
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 Runner = partial(runs.Runner, launch=launch, block_size=16, max_positions=64)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
-from holdfast.worker.distributed.tensor_parallel import SingleRank
-from holdfast.worker.executors.cpu.sampler import NativeSampler
+from benchmarks.own_pool_sampler import OwnPoolSampler
 from holdfast.worker.executors.gpu.launches import Launches
 from holdfast.worker.executors.gpu.paged_kernels import PagedKernels, unfit
 from holdfast.worker.executors.gpu.products import DeviceExperts, DeviceProduct, RowFunctions
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.experts import Experts
 from holdfast.worker.models.linear import settle
 from holdfast.worker.models.parallelize import Target
@@ -72,7 +72,7 @@ def test_a_replayed_step_copies_its_arrays_and_makes_no_tensor(monkeypatch):
 
 def test_tokens_are_drawn_on_the_device_as_the_native_sampler_draws_them():
     library_or_skip()
-    native, served = NativeSampler.with_threads(1), Served("gpt2")
+    native, served = OwnPoolSampler.with_threads(1), Served("gpt2")
     served.backend.warm_up(2)
     assert served.backend.sampler.numerics == native.numerics
     parts = [Part(0, tokens(3, seed), served.blocks(3)) for seed in range(2)]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.config import ModelConfig
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.layout import Attention, DecoderLayout, Experts, Layer
 from holdfast.worker.executors.layout_arithmetic import QueryScale
 from holdfast.worker.executors.linears import Norm
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models import stated_config
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.reference import Reference

@@ -9,26 +9,26 @@ import pytest
 import torch
 
 from holdfast.worker.config import ModelConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.coded import UNIT
 from holdfast.worker.executors.cpu.library import load_library
 from holdfast.worker.executors.cpu.tile_memory import linears
 from holdfast.worker.executors.layout import Attention, DecoderLayout
 from holdfast.worker.executors.stored_matrix import StoredMatrix
+from holdfast.worker.executors.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.models import coded_bytes
 from holdfast.worker.models.coded_bytes import memory_of_weights
-from holdfast.worker.models.gguf.folder import hf_folder
+from holdfast.worker.models.formats.gguf_folder import hf_folder
 from holdfast.worker.models.native_backend import NativeBackend, make_backend
 from holdfast.worker.models.quantized_activations import Kept, check_quantized_activations, kept_form
 from holdfast.worker.models.weight_files import weight_bytes
 from tests.fake_group import run_ranks
 from tests.worker.executors.models import prepared
 from tests.worker.executors.rank_scenarios import BLOCK_SIZE, MAX_LEN, NUM_BLOCKS, all_best, all_bits
-from tests.worker.models.gguf.files import write_model
+from tests.worker.models.formats.comparison import numbers_of_units
+from tests.worker.models.formats.gguf_files import write_model
+from tests.worker.models.formats.quantized_folders import write
 from tests.worker.models.layouts import stated
-from tests.worker.models.quantization.comparison import numbers_of_units
-from tests.worker.models.quantization.folders import write
 
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
 """Every slice of a sum has whole units."""

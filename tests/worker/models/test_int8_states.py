@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.cpu.tile_memory import linears
 from holdfast.worker.executors.layout import Attention, DecoderLayout
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2
-from holdfast.worker.models.gguf.folder import hf_folder
+from holdfast.worker.executors.tensor_parallel import SingleRank
+from holdfast.worker.models.formats.gguf_folder import hf_folder
 from tests.parity.families import settings_of
 from tests.parity.harness import logits_in_chunks, on_ranks, worker_config
 from tests.parity.hybrids import PATTERNS
-from tests.worker.models.gguf import hybrid_files
-from tests.worker.models.gguf.hybrid_files import CONVERTED, sizes_of_blocks, write_hybrid
-from tests.worker.models.quantization.folders import write
+from tests.worker.models.formats import gguf_hybrid_files as hybrid_files
+from tests.worker.models.formats.gguf_hybrid_files import CONVERTED, sizes_of_blocks, write_hybrid
+from tests.worker.models.formats.quantized_folders import write
 from tests.worker.models.test_int8 import layout_in_units, unit_faults
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 7, 20)]

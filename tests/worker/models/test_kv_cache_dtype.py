@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models import memory
 from holdfast.worker.models.backend import _check_hf_backend_will_do
 from holdfast.worker.models.checks import check_kv_cache_dtype

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from holdfast.worker.config import CacheConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models import backend
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.loading import _activation_bytes, full_step, load_model

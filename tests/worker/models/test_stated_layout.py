@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from holdfast.worker.config import ModelConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.linears import Linear
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models import rotary, stated_config
 from holdfast.worker.models.family import Family
 from holdfast.worker.models.rank_share import RankShare

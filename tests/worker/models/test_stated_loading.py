@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.executors.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.models import backend as backend
 from holdfast.worker.models import proof
 from holdfast.worker.models.backend import LoadedBackend, load_backend

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from holdfast.worker.config import HealthConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import ModelRunner
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams

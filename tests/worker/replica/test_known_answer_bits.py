@@ -21,13 +21,12 @@ from holdfast.worker.config import (
     SpeculationConfig,
     WorkerConfig,
 )
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import ModelRunner, follow
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu import executor as cpu_executor
-from holdfast.worker.executors.cpu import sampler as cpu_sampler
 from holdfast.worker.executors.cpu.tile_memory import Arena
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.linear import Linear
 from holdfast.worker.models.native_backend import NUMERICS, UNIT_NUMERICS
@@ -38,7 +37,7 @@ from holdfast.worker.step_update import StepUpdate
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.worker.executors.cpu.native import ALL, library_or_skip
-from tests.worker.models.gguf.files import write_model
+from tests.worker.models.formats.gguf_files import write_model
 from tests.worker.replica.test_known_answer_check import TIMEOUT_S, Listener
 
 SELDOM = HealthConfig(self_check_every_s=3600)
@@ -156,8 +155,7 @@ def test_a_replica_in_int8_has_the_same_bits_with_every_class_of_instructions(
     mixed_file, digest_in_int8, name, monkeypatch
 ):
     library = library_or_skip(name)
-    for module in (cpu_executor, cpu_sampler):
-        monkeypatch.setattr(module, "load_library", lambda _=None: library)
+    monkeypatch.setattr(cpu_executor, "load_library", lambda _=None: library)
     replica = Replica.start(config_of(mixed_file, "native"))
     ask_under_load(replica, 2)
     backend = replica.engine._runner._runner.backend

@@ -6,7 +6,7 @@ import threading
 import grpc
 import pytest
 
-from holdfast.worker.cache.prefix_cache import HashChain
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.log_level import PACKAGE
 from tests.worker.replica.link_peer import BLOCK_SIZE, NUM_BLOCKS, TIMEOUT_S, over_a_link
 

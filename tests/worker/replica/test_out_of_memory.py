@@ -5,12 +5,12 @@ import torch
 
 from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.worker.config import ModelConfig, SchedulerConfig, WorkerConfig
-from holdfast.worker.distributed.rendezvous import Rendezvous
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import Message, SingleRank
 from holdfast.worker.engine import model_runner
 from holdfast.worker.engine.model_runner import ModelRunner
 from holdfast.worker.errors import ConfigurationError, ReplicaError
+from holdfast.worker.executors.rendezvous import Rendezvous
+from holdfast.worker.executors.step_batch import StepBatch
+from holdfast.worker.executors.tensor_parallel import Message, SingleRank
 from holdfast.worker.models import loading
 from holdfast.worker.models.memory import is_failed_allocation
 from holdfast.worker.replica.rank import run_rank

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.executors.rendezvous import Rendezvous
 from holdfast.worker.replica.rank import LocalLauncher, LocalRanks
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest

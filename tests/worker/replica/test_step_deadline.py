@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("triton")
 
 from holdfast.worker.config import HealthConfig, SchedulerConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.executors.gpu.graphs import StepWait
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.pending_tokens import KNOWN, drawing_rows, has_pending, with_tokens
 from holdfast.worker.scheduler import planned_step
 from holdfast.worker.step_plan import NO_TOKEN, PENDING, StepPlan, StepResult

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.block_pool import BlockAllocator
-from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.request import EngineRequest, Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduler.kept_prefixes import SharedPrefix

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from holdfast.worker.block_hash import HashChain
 from holdfast.worker.cache.pins import Pins
-from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.model_info import Window
 from holdfast.worker.request import KeptPrefix
 from tests.worker.scheduler.pseudo_machine import Machine, tokens

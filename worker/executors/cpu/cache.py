@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import IntArray, StepBatch
 from holdfast.worker.executors.block_layout import UNIT, BlockLayout, Bytes, PageForm
 from holdfast.worker.executors.cpu.block_bytes import BlockBytes
 from holdfast.worker.executors.cpu.prefault import KvPrefault, Pages
 from holdfast.worker.executors.cpu.tile_memory import address_of
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
 from holdfast.worker.executors.kv_cache import BlockMemory, KVSpec
+from holdfast.worker.executors.step_batch import IntArray, StepBatch
 from holdfast.worker.model_info import TILE_TOKENS, Window
 
 SUB_PAGE: Final = 16

@@ -19,12 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.model_structures import NativeExchange, NativeModel
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.state_layers import Mamba2
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.executors.cpu.adapters import AdaptedLinear, PackedAdapter
 from holdfast.worker.executors.cpu.cache import KEPT_AS_INT8, BlockForm, TiledCache, last_block
@@ -29,7 +27,9 @@ from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.kv_cache import BlockMemory
 from holdfast.worker.executors.layout import DecoderLayout, kv_source
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.model_info import Window
 
 _FEWEST_ROWS: Final = 64

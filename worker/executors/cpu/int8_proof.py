@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.cpu.cache import SUB_PAGE, TiledCache
 from holdfast.worker.executors.cpu.products import LayerAttention, NativePool
 from holdfast.worker.executors.kv_cache import KVSpec
+from holdfast.worker.executors.step_batch import StepBatch
 
 INT8_NUMERICS: Final = "kv-int8-1"
 """Names the format and its roundings. A change that changes any bit of any output takes the next number."""

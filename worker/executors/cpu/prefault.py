@@ -11,9 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from holdfast.worker.distributed.step_batch import IntArray
 from holdfast.worker.executors.cpu.tile_memory import address_of, mapped_memory
 from holdfast.worker.executors.mapped_files import discard
+from holdfast.worker.executors.step_batch import IntArray
 
 LARGE_PAGE: Final = 2 << 20  # bytes of a huge page of x86-64
 AHEAD_BYTES: Final = 4 * LARGE_PAGE

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.executors.cpu.cache import KEPT_AS_INT8, MAX_HEAD_DIM, TiledCache
 from holdfast.worker.executors.cpu.library import check_outcome, load_library
@@ -24,6 +23,7 @@ from holdfast.worker.executors.cpu.tile_memory import NOT_FINITE, Arena
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
 from holdfast.worker.executors.finite import refuse
 from holdfast.worker.executors.kv_cache import KVSpec
+from holdfast.worker.executors.step_batch import StepBatch
 
 
 class NativePool:

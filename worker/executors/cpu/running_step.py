@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.cpu.linear_structures import NativeAdapter
 from holdfast.worker.executors.cpu.step_structures import NativeStep
+from holdfast.worker.executors.step_batch import StepBatch
 
 
 class RunningStep:

@@ -5,7 +5,6 @@ with the same bits on any x86-64.
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from ctypes import CDLL, POINTER, c_char_p, c_void_p, cast
 from typing import Final
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from holdfast.worker.draws import DrawParams, LogitsSettings, banned_token_ids
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.cpu.library import check_outcome, load_library
+from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.step_structures import NativeDraw, NativeDrawn, NativeEdits
 from holdfast.worker.executors.step_sampler import (
     NONE,
@@ -40,39 +39,15 @@ class NativeSampler:
         """`pool` outlives this."""
         assert RECORD.size == ctypes.sizeof(NativeDraw), "a draw is packed as the library reads it"
         self._library = library
-        self._own_pool: int | None = None
         self._sampler = library.native_sampler_create(pool)
         if not self._sampler:
             raise ReplicaError("there is no memory for a sampler")
-
-    @classmethod
-    def with_threads(cls, num_threads: int, instruction_class: str | None = None) -> "NativeSampler":
-        """A sampler with a separate pool. Raises `Unavailable` where this machine cannot run it."""
-        library = load_library(instruction_class)
-        pool = library.native_pool_create(num_threads, -1, None)
-        if not pool:
-            raise ReplicaError(f"{num_threads} threads could not be started")
-        try:
-            sampler = cls(library, pool)
-        except ReplicaError:
-            library.native_pool_destroy(pool)
-            raise
-        sampler._own_pool = pool
-        return sampler
 
     def close(self) -> None:
         """Raises `ReplicaError` while it draws, on another thread: what that uses stays as it is."""
         if self._library.native_sampler_destroy(self._sampler):
             raise ReplicaError("a draw is under way: its memory cannot be freed")
         self._sampler = None
-        if self._own_pool is not None:
-            self._library.native_pool_destroy(self._own_pool)
-            self._own_pool = None
-
-    def __del__(self) -> None:
-        if getattr(self, "_own_pool", None) is not None:
-            with suppress(ReplicaError):
-                self.close()
 
     def sample(
         self,

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import IntArray
 from holdfast.worker.executors.cpu.block_bytes import BlockBytes
 from holdfast.worker.executors.cpu.prefault import Pages
 from holdfast.worker.executors.cpu.tile_memory import address_of
 from holdfast.worker.executors.layout_arithmetic import mamba_unit
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2
+from holdfast.worker.executors.step_batch import IntArray
 
 VALUE_BYTES = 4
 """float32, whatever the model's dtype: a state that is rounded on the way gives other bits when it is restored."""

@@ -21,6 +21,7 @@ from holdfast.worker.executors.gpu.kernels import draws, edits, reports
 from holdfast.worker.executors.gpu.kernels import reports as rows
 from holdfast.worker.executors.gpu.kernels.edits import put_in
 from holdfast.worker.executors.gpu.launches import Launch, triton_launch
+from holdfast.worker.executors.layout_arithmetic import next_power
 from holdfast.worker.executors.step_sampler import NONE
 
 RECORD_WORDS: Final[int] = rows.RECORD.value
@@ -104,7 +105,7 @@ class DrawLaunches:
         }
         listed = take("listed", (num_rows, num_blocks), torch.int32)
         space, drawn = take("space", (num_rows, _SPACE)), take("drawn", (num_rows,), torch.int32)
-        sizes = {"BLOCKS": _power(num_blocks), "CHUNKS": _power(num_chunks)}
+        sizes = {"BLOCKS": next_power(num_blocks), "CHUNKS": next_power(num_chunks)}
         by_chunk, by_row = (num_rows, num_chunks), (num_rows,)
         self._run(draws.best_of_blocks_of_64, by_chunk, {**shared, **found})
         self._run(draws.start_races, by_row, {**shared, **found, **race, "listed": listed, **sizes})
@@ -137,7 +138,7 @@ class DrawLaunches:
         }
         report = take("report", (num_rows, REPORT_WORDS + 2 * most), torch.int32)
         listed = take("listed", (num_rows, num_blocks), torch.int32)
-        out = {"drawn": drawn, "report": report, "listed": listed, "most": most, "BLOCKS": _power(num_blocks)}
+        out = {"drawn": drawn, "report": report, "listed": listed, "most": most, "BLOCKS": next_power(num_blocks)}
         self._run(reports.block_masses, (num_rows, num_chunks), {**shared, **found})
         self._run(reports.tell, (num_rows,), {**shared, **found, **out})
         return report
@@ -169,11 +170,6 @@ def _masks(given: Rows) -> dict[str, Any]:
 
 def _of_edits(given: Rows, changes: Edits) -> dict[str, Any]:
     return {"edits": changes.table, "tokens": changes.tokens, "saved": changes.saved}
-
-
-def _power(count: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, count - 1).bit_length()
 
 
 _BLOCK: Final = 256  # rows of a program

@@ -8,8 +8,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.gpu.draw_launches import DrawnTokens
 from holdfast.worker.executors.gpu.fp8_proof import fp8_difference
@@ -39,7 +37,9 @@ from holdfast.worker.executors.gpu.step_arrays import StepArrays
 from holdfast.worker.executors.gpu.weights import DeviceWeights
 from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.layout import DecoderLayout, attention_of
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.step_plan import NO_TOKEN
 
 NUMERICS: Final = "gpu-native-1"

@@ -13,6 +13,7 @@ from holdfast.worker.executors.gpu.kernels.reports import COLUMNS, best_of_block
 from holdfast.worker.executors.gpu.linear_tiles import linear_tile, tile_for, weight_arguments
 from holdfast.worker.executors.kv_cache import LayerCache
 from holdfast.worker.executors.layout import Activation, Attention
+from holdfast.worker.executors.layout_arithmetic import next_power
 from holdfast.worker.executors.linears import Linear, Norm
 
 SPLIT_KEYS: Final[int] = SPLIT.value
@@ -116,7 +117,7 @@ class Launches:
             "first_id": first_id,
             "num_ids": len(table),
         }
-        more = {"hidden": hidden, "scale": scale, "BLOCK": _power(hidden)}
+        more = {"hidden": hidden, "scale": scale, "BLOCK": next_power(hidden)}
         self._launch(embed, (len(residual),), {**arguments, **more}, num_warps=_warps(hidden), num_stages=1)
 
     def linear(
@@ -189,7 +190,7 @@ class Launches:
             **of_norm,
             "residual_stride": residual.stride(0),
             "out_stride": hidden if out is None else out.stride(0),
-            "BLOCK": _power(hidden),
+            "BLOCK": next_power(hidden),
             "PARTS": 0 if parts is None else len(parts),
             "HAS_PARTS_BIAS": bias is not None,
             "SELECTS": wanted is not None,
@@ -228,7 +229,7 @@ class Launches:
             "HEADS": attention.num_heads,
             "KV_HEADS": attention.num_kv_heads,
             "HEAD_DIM": attention.head_dim,
-            "BLOCK": _power(attention.head_dim),
+            "BLOCK": next_power(attention.head_dim),
             "PAIRS": 0 if angles is None else angles.shape[2],
             "INTERLEAVED": interleaved,
             "SLOTS": 0 if pages.key_scales is None else pages.keys.shape[1],
@@ -261,12 +262,12 @@ class Launches:
                 "KV_HEADS": attention.num_kv_heads,
                 "GROUP": attention.num_heads // attention.num_kv_heads,
                 "HEAD_DIM": attention.head_dim,
-                "DIMS": max(16, _power(attention.head_dim)),
+                "DIMS": max(16, next_power(attention.head_dim)),
                 "ROWS": tiles.columns,
                 "WINDOW": attention.sliding_window or 0,
                 "HAS_SINKS": attention.sinks is not None,
                 "VALUE_DIM": value_dim,
-                "VALUE_DIMS": max(16, _power(value_dim)) if value_dim else 0,
+                "VALUE_DIMS": max(16, next_power(value_dim)) if value_dim else 0,
             }
             arguments = {
                 "queries": queries,
@@ -348,11 +349,6 @@ def _per_head(norm: Norm | None, head_dim: int) -> Norm | None:
     return norm if norm is not None and (norm.weight.dim() == 2 or norm.weight.numel() == head_dim) else None
 
 
-def _power(count: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, count - 1).bit_length()
-
-
 def _warps(hidden: int) -> int:
     """Warps of a program that takes a row of `hidden` values."""
-    return min(16, max(1, _power(hidden) // 512))
+    return min(16, max(1, next_power(hidden) // 512))

@@ -10,7 +10,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.gpu.graphs import BUCKETS, StepWait, bucket_of
 from holdfast.worker.executors.gpu.kernels.heads import write_pages
 from holdfast.worker.executors.gpu.launches import (
@@ -26,7 +25,9 @@ from holdfast.worker.executors.gpu.launches import (
 from holdfast.worker.executors.gpu.step_arrays import StepArrays, tile_columns
 from holdfast.worker.executors.kv_cache import KVSpec, LayerCache
 from holdfast.worker.executors.layout import Attention
+from holdfast.worker.executors.layout_arithmetic import next_power
 from holdfast.worker.executors.linears import Linear
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.model_info import TILE_TOKENS
 
 MAX_HEAD_DIM: Final = 256  # dimensions
@@ -135,9 +136,9 @@ class PagedKernels:
             "value_row_stride": value.stride(1),
             "KV_HEADS": spec.num_kv_heads,
             "KEY_DIM": spec.key_dim,
-            "KEY_DIMS": _power(spec.key_dim),
+            "KEY_DIMS": next_power(spec.key_dim),
             "VALUE_DIM": spec.value_dim,
-            "VALUE_DIMS": _power(spec.value_dim),
+            "VALUE_DIMS": next_power(spec.value_dim),
         }
         self._launch(write_pages, (self.step.num_rows, spec.num_kv_heads), arguments, num_warps=1, num_stages=1)
 
@@ -175,10 +176,5 @@ class PagedKernels:
         """Memory for the sums of splits; empty if no context has two splits."""
         _, widest = tile_columns(self._group, self._head_dim)
         columns = MAX_OUTSIDE_SPLITS * widest if self._max_positions > SPLIT_KEYS else 1
-        sizes = (columns * max(16, _power(self._head_dim)), columns, columns)
+        sizes = (columns * max(16, next_power(self._head_dim)), columns, columns)
         return SplitSpace(*(torch.empty(size, dtype=torch.float32, device=self._device) for size in sizes))
-
-
-def _power(count: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, count - 1).bit_length()

@@ -11,8 +11,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.gpu.kernels.ranks import PROGRAMS
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 
 HANDLE_BYTES: Final = 64
 

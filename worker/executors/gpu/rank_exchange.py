@@ -11,11 +11,11 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.gpu.graphs import Buffers
 from holdfast.worker.executors.gpu.kernels import ranks
 from holdfast.worker.executors.gpu.launches import Launch, Launches, triton_launch
 from holdfast.worker.executors.gpu.peer_memory import PeerMemory, share_memory
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 
 POLL_S: Final = 0.5e-6
 """Assumed time of one look at the flags on a device. It bounds a wait, and need not be exact."""

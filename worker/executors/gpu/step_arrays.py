@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.gpu.graphs import Staging, StepWait
 from holdfast.worker.executors.gpu.launches import SPLIT_KEYS, AttentionTiles, StepTensors
+from holdfast.worker.executors.step_batch import StepBatch
 
 Int32Array = NDArray[np.int32]
 

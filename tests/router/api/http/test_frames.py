@@ -20,7 +20,7 @@ from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
 from tests import loops
 from tests.examples import examples
 from tests.fakes import byte_tokenizer
-from tests.router.answers import new_answer
+from tests.router.answers import new_answer, read_from
 
 OPTIONS = [{}, {"stream_options": {"include_usage": True}}, {"n": 2}]
 SAID = TokenLogprob(token_id=7, logprob=-1.5, rank=3, top=())
@@ -28,7 +28,7 @@ SAID = TokenLogprob(token_id=7, logprob=-1.5, rank=3, top=())
 
 def answer(stream: OutputStream | None = None) -> SampledAnswer:
     made = new_answer("x", 'm "quoted"')
-    made.read_from([OutputStream(SequenceKey("", "x"), made) if stream is None else stream])
+    read_from(made, [OutputStream(SequenceKey("", "x"), made) if stream is None else stream])
     return made
 
 
@@ -108,7 +108,7 @@ def test_what_the_socket_does_not_take_waits_and_nothing_overtakes_it():
     async def run() -> None:
         one = new_answer("x")
         stream = OutputStream(SequenceKey("", "x"), one)
-        one.read_from([stream])
+        read_from(one, [stream])
         encoder = chat({}, one)
         written, takes = [], [True]
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.step_plan import BlockCopy
 from tests.worker.executors import models
 from tests.worker.executors.cpu.native import BF16, library_or_skip

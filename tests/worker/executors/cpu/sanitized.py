@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from holdfast.worker.executors.cpu import build, library, products, sampler
+from benchmarks import own_pool_sampler
+from holdfast.worker.executors.cpu import build, library, products
 from tests.worker.executors.cpu import native, runs
 
 FLAGS: Final = (
@@ -49,7 +50,8 @@ def use(path: Path) -> None:
     """Whatever loads a library in this process loads this one from here on."""
     chosen, load = path.stem, library.load_library
     library.path_of = lambda name: path.with_name(f"{chosen}.so")
-    native.load_library = sampler.load_library = products.load_library = lambda name=None: load(chosen)
+    for module in (native, own_pool_sampler, products):
+        module.load_library = lambda name=None: load(chosen)  # type: ignore[attr-defined]
     native.ALL = ("avx2", chosen)
     native.other_classes = lambda *_: [chosen]
     runs.CpuExecutor.__init__.__globals__["load_library"] = lambda name=None: load(chosen)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.adapter_folder import read_adapter
 from holdfast.worker.models.adapter_places import AdapterPlaces
 from holdfast.worker.models.stated_config import read_stated_config

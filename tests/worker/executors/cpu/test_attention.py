@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors.cpu.cache import TiledCache
 from holdfast.worker.executors.cpu.products import LayerAttention, NativePool, unfit
 from holdfast.worker.executors.kv_cache import KVSpec
+from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.step_plan import BlockCopy, ScheduledSequence, StepPlan
 from tests.worker.executors.cpu.native import BF16, F16, F32, library_or_skip, same_bits
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from holdfast.worker.executors.cpu.code_packing import PackedCodes, pack_codes
 from holdfast.worker.executors.cpu.packed_rows import NO_ROW
 from holdfast.worker.executors.finite import NotFiniteError
-from holdfast.worker.models.quantization.codes import PlainCodes
-from holdfast.worker.models.quantization.weight import QuantizedWeight
+from holdfast.worker.models.formats.codes import PlainCodes
+from holdfast.worker.models.formats.quantized_weight import QuantizedWeight
 from tests.examples import examples
 from tests.worker.executors.cpu.native import ALL, BF16, Product, library_or_skip, same_bits
 

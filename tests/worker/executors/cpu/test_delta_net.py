@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.executors.cpu import exchange
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.cpu.library import missing_instructions
 from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.step_batch import StepBatch
+from holdfast.worker.executors.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.models import reference
 from holdfast.worker.models.reference import Reference
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan

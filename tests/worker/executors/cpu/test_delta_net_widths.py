@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.layout import DecoderLayout, LatentAttention, attention_of
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.native_backend import _Provable
 from holdfast.worker.models.proof import NUM_TOKENS
 from holdfast.worker.models.reference import Reference

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks.own_pool_sampler import OwnPoolSampler
 from holdfast.worker.draws import DrawParams
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.step_sampler import HeadOutput, Sampled
@@ -41,7 +42,7 @@ FILTERS = {
 @pytest.fixture(scope="module")
 def native():
     library_or_skip()
-    sampler = NativeSampler.with_threads(2)
+    sampler = OwnPoolSampler.with_threads(2)
     yield sampler
     sampler.close()
 
@@ -229,7 +230,7 @@ def answers(sampler: NativeSampler) -> str:
 def test_every_class_gives_the_answers_that_are_stored(name, threads):
     """A change of them changes completions: it takes the next `NativeSampler.numerics`."""
     library_or_skip(name)
-    sampler = NativeSampler.with_threads(threads, name)
+    sampler = OwnPoolSampler.with_threads(threads, name)
     assert answers(sampler) == "930332d199308820"
     sampler.close()
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.cpu.sampler import NativeSampler
+from benchmarks.own_pool_sampler import OwnPoolSampler
 from holdfast.worker.executors.step_sampler import HeadOutput
 from tests.draw_params import changed, draw_params
 from tests.reference.step_sampler import TorchSampler
@@ -18,7 +18,7 @@ TORCH = TorchSampler()
 @pytest.fixture(scope="module")
 def native():
     library_or_skip()
-    sampler = NativeSampler.with_threads(2)
+    sampler = OwnPoolSampler.with_threads(2)
     yield sampler
     sampler.close()
 

@@ -73,7 +73,7 @@ def test_no_sanitizer_complains(name, tmp_path):
             "sampler_searches",
         )
     ]
-    files.append(str(FOLDER.parents[1] / "models/quantization/test_at_load.py"))  # codes, and numbers of codes
+    files.append(str(FOLDER.parents[1] / "models/formats/test_quantization_at_load.py"))  # codes, and numbers of codes
     words = [sys.executable, "-c", RUN, str(library), "-k", chosen, "-m", "not slow", *files]
     result = subprocess.run(words, env=sanitized.environment(), capture_output=True, text=True)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]

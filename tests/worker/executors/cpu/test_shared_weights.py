@@ -181,7 +181,7 @@ def test_without_memory_files_each_has_its_own(layout, monkeypatch):
 
 
 def test_an_executor_that_keeps_its_layout_shares_nothing(layout):
-    from holdfast.worker.distributed.tensor_parallel import SingleRank
+    from holdfast.worker.executors.tensor_parallel import SingleRank
 
     library_or_skip()
     executor = CpuExecutor(layout, SingleRank(), max_positions=64, num_threads=1)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.config import ModelConfig
-from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.step_batch import StepBatch
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.stated_layout import read_stated
 from holdfast.worker.step_plan import ScheduledSequence, StepPlan
 from tests.parity.hybrids import save_hybrid

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.cpu.tile_memory import FreedWeights, is_tied, linears, mapped_memory
 from holdfast.worker.executors.mapped_files import MappedFiles, discard, span
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.native_backend import make_backend
 from tests.counting import mapped_rss
 from tests.fake_group import run_ranks

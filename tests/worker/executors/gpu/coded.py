@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.models.quantization.codes import PackedCodes, PlainCodes
-from holdfast.worker.models.quantization.weight import QuantizedWeight
+from holdfast.worker.models.formats.codes import PackedCodes, PlainCodes
+from holdfast.worker.models.formats.quantized_weight import QuantizedWeight
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

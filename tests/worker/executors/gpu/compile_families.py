@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.gpu.executor import GpuExecutor
 from holdfast.worker.executors.gpu.weights import unfit
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from scripts.gpu_kernels import Use, measured, use_of
 from scripts.gpu_shapes import decode_batch, prompt_batch
 from tests.worker.executors.cpu.runs import layout_of

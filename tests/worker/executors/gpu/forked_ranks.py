@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from tests.worker.executors.gpu.interpreter import interpreter  # isort: skip  # first: it skips where there is no Triton
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.executors.gpu.peer_memory import PeerMemory
 from holdfast.worker.executors.gpu.rank_exchange import POLL_S
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from tests.worker.executors.gpu.piped_group import PipedGroup, pipes_between
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup, ordered_sum
+from holdfast.worker.executors.tensor_parallel import TensorParallelGroup, ordered_sum
 
 
 class PipedGroup(TensorParallelGroup):

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.executors import kv_cache as fp8
 from holdfast.worker.executors.gpu.executor import GpuExecutor
 from holdfast.worker.executors.gpu.graphs import Capture
@@ -14,6 +13,7 @@ from holdfast.worker.executors.gpu.launches import Launch, triton_launch
 from holdfast.worker.executors.gpu.rank_exchange import Share
 from holdfast.worker.executors.kv_cache import LayerCache
 from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.models.reference import Reference
 from holdfast.worker.step_plan import BlockCopy
 from tests.worker.executors.steps import Part, batch_of

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
-from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.executors import kv_cache as fp8
 from holdfast.worker.executors.gpu import launches as launches_module
 from holdfast.worker.executors.gpu.launches import AttentionTiles, Launches, SplitSpace, StepTensors
@@ -19,6 +18,7 @@ from holdfast.worker.executors.gpu.step_arrays import query_tiles
 from holdfast.worker.executors.kv_cache import KVCache, LayerCache
 from holdfast.worker.executors.layout import Attention
 from holdfast.worker.executors.linears import Linear
+from holdfast.worker.executors.step_batch import StepBatch
 from tests.worker.executors.gpu.runs import spoil
 
 TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.004, torch.float32: 2e-5}

@@ -16,12 +16,12 @@ from holdfast.worker.executors.gpu import linear_tiles
 from holdfast.worker.executors.gpu.launches import Launches
 from holdfast.worker.executors.gpu.linear_tiles import coded_on, in_words, inputs_together
 from holdfast.worker.executors.linears import Linear
-from holdfast.worker.models.gguf.block_names import BLOCKS
-from holdfast.worker.models.gguf.tensors import GgufWeight
-from holdfast.worker.models.quantization.weight import QuantizedWeight
+from holdfast.worker.models.formats.gguf_block_names import BLOCKS
+from holdfast.worker.models.formats.gguf_tensors import GgufWeight
+from holdfast.worker.models.formats.quantized_weight import QuantizedWeight
 from tests.worker.executors.gpu.cancelling import cancelling_product
 from tests.worker.executors.gpu.coded import FORMS, weight_of
-from tests.worker.models.gguf.files import random_blocks
+from tests.worker.models.formats.gguf_files import random_blocks
 
 CPU, BF16, F16, F32 = torch.device("cpu"), torch.bfloat16, torch.float16, torch.float32
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
+from benchmarks.own_pool_sampler import OwnPoolSampler
 from holdfast.worker.draws import LogitsSettings
-from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.gpu.graphs import Buffers
 from holdfast.worker.executors.gpu.sampler import DeviceSampler
 from holdfast.worker.step_plan import NO_TOKEN, PromptLogprobParams
@@ -37,7 +37,7 @@ def device_sampler(capture=None) -> DeviceSampler:
 @pytest.fixture(scope="module")
 def native():
     library_or_skip()
-    sampler = NativeSampler.with_threads(1)
+    sampler = OwnPoolSampler.with_threads(1)
     yield sampler
     sampler.close()
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
-from holdfast.worker.distributed.tensor_parallel import SingleRank
-from holdfast.worker.executors.cpu.sampler import NativeSampler
+from benchmarks.own_pool_sampler import OwnPoolSampler
 from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
 from holdfast.worker.executors.gpu.graphs import bucket_of
 from holdfast.worker.executors.gpu.weights import DeviceWeights, unfit
 from holdfast.worker.executors.step_sampler import HeadOutput
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models import native_backend as backend
 from holdfast.worker.models.reference import Reference
 from holdfast.worker.step_plan import BlockCopy
@@ -116,7 +116,7 @@ def test_draws_in_the_step_are_those_from_its_logits():
     runner = Runner(layout_of("llama"), capture=device)
     last = [Part(0, [token], runner.blocks(1)) for token in (5, 6, 7)]
     logits = torch.cat(runner.step(*last))
-    sampler = NativeSampler.with_threads(1)
+    sampler = OwnPoolSampler.with_threads(1)
     for seed in (1, 2):
         draws = [
             draw_params(seed=seed + row, first_output_index=row, temperature=0.7 * row, top_k=0, top_p=0.9)

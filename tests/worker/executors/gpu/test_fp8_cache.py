@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.worker.config import SchedulerConfig, WorkerConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
 from holdfast.worker.executors.gpu.weights import unfit
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models import native_backend as backend
 from holdfast.worker.models.loading import LoadedModel
 from holdfast.worker.models.model import register_attention

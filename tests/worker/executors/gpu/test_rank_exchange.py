@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.gpu import rank_exchange as choose_exchange
 from holdfast.worker.executors.gpu.graphs import Buffers
 from holdfast.worker.executors.gpu.kernels import ranks
@@ -21,6 +20,7 @@ from holdfast.worker.executors.gpu.rank_exchange import (
     PeerExchange,
     share_words,
 )
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models import roofline
 from tests.worker.executors.gpu.forked_ranks import fork_ranks, read_late
 

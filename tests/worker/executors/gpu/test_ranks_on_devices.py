@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import follow
 from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models import native_backend as backend
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu import runs

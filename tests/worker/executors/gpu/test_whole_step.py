@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.executors.gpu import executor as executor_module
 from holdfast.worker.executors.gpu.executor import GpuExecutor
 from holdfast.worker.executors.gpu.peer_memory import PeerMemory
 from holdfast.worker.executors.gpu.rank_exchange import NoExchange, PeerExchange
+from holdfast.worker.executors.tensor_parallel import SingleRank
 from scripts.gpu_shapes import Shape, decode_batch, drawn_rows, layout_of, prompt_batch
 
 LAYERS = 3
