@@ -222,8 +222,9 @@ class TokenInputs:
     p = (norm(context_scale * context(e)) + table_scale * table[token]) * scale, normed over the `dim` of each layer
     """
 
-    table: Tensor
-    """[vocabulary, layers * dim], serving dtype. Rows are looked up: on every rank the whole table, as it is mapped."""
+    table: Tensor | Linear
+    """[vocabulary, layers * dim], in the serving dtype or as units. Rows are looked up: on every rank the whole table,
+    numbers as they are mapped."""
     context: Linear
     """[layers * dim, hidden]"""
     norm: Norm

@@ -196,6 +196,12 @@ class RankShare:
             return torch.empty(tied.units[0].shape, dtype=self.dtype, device="meta")
         return tied.weights[0]
 
+    def table_of_rows(self, whole: Weight) -> Tensor | Linear:
+        """A table that every rank has all of, and of which rows are read: numbers, or units where they may stay."""
+        if isinstance(whole, StoredMatrix) and self._are_units(whole, 1):
+            return Linear(units=(whole,))
+        return self.numbers(whole)
+
     def _table(self, whole: Weight) -> Tensor:
         rows = self.numbers(share_of_vocabulary(whole, self.rank, self.size))
         missing = -(-len(whole) // self.size) - len(rows)

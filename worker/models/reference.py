@@ -36,6 +36,7 @@ from holdfast.worker.models.reference_functions import (
     rotated,
     rounded_in_units,
     routing,
+    rows_of_table,
     softcapped,
 )
 
@@ -130,7 +131,7 @@ class Reference:
             return None
         shape = len(x), len(self._layout.layers), inputs.dim
         context = self._norm(inputs.norm, (self._linear(inputs.context, x) * inputs.context_scale).view(shape))
-        rows = F.embedding(token_ids, inputs.table).to(self._dtype).view(shape)
+        rows = rows_of_table(inputs.table, token_ids, self._layout.dtype).to(self._dtype).view(shape)
         return (context + rows * inputs.table_scale) * inputs.scale
 
     def _input(self, own: LayerInput, x: Tensor, inputs: Tensor) -> Tensor:

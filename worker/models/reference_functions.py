@@ -6,6 +6,7 @@ from torch import Tensor
 
 from holdfast.worker.executors.coded import FAR, FAR_FROM, LINE, UNIT
 from holdfast.worker.executors.layout import Activation, Experts, Mlp, Rotary
+from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.state_layers import GatedDeltaNet
 
 
@@ -110,6 +111,14 @@ def convolved(x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
     windows = torch.cat((x.new_zeros(width - 1, x.shape[1]), x)).unfold(0, width, 1)
     sums: Tensor = (windows * kernel.to(x.dtype)).sum(-1)
     return sums if bias is None else sums + bias.to(x.dtype)
+
+
+def rows_of_table(table: Tensor | Linear, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows of a table by token, [T, columns]; units are dequantized to the dtype."""
+    if isinstance(table, Tensor):
+        return F.embedding(token_ids, table)
+    (units,) = table.units
+    return torch.cat([units[token : token + 1].to(dtype) for token in token_ids.tolist()])
 
 
 def delta_parts(net: GatedDeltaNet) -> list[int]:

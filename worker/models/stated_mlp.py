@@ -129,7 +129,7 @@ class MlpBuilder:
         if rows < config.vocab_size:
             raise NotStated(f"its layers have inputs for {rows} tokens of {config.vocab_size}")
         return TokenInputs(
-            table=share.numbers(share.tensors.take(f"{base}{own.table}.weight", (rows, columns))),
+            table=share.table_of_rows(share.tensors.take(f"{base}{own.table}.weight", (rows, columns))),
             context=share.whole(base + own.context, (columns, config.hidden_size)),
             norm=share.norm(base + own.context_norm, (dim,), has_bias=False),
             dim=dim,

@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.worker.executors.cpu.tile_memory import linears
 from holdfast.worker.executors.layout import Attention, DecoderLayout
+from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2
 from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.formats.gguf_folder import hf_folder
@@ -55,6 +56,14 @@ def test_ranks_have_the_bits_of_one(name, rates, size, tmp_path, monkeypatch):
     nets = [net for net in states(layout_in_units(folder, SingleRank())) if isinstance(net, GatedDeltaNet)]
     assert all(net.rates is not None and bool(net.rates.weights) == (rates == "numbers") for net in nets)
     assert logits_on(folder, size) == logits_on(folder, 1)
+
+
+def test_inputs_of_layers_by_token_stay_quantized(tmp_path):
+    """Gemma 4's largest table: its rows are read out of units."""
+    layout = layout_in_units(model("gemma4, shared keys", tmp_path, "Q8_0"), SingleRank())
+    assert layout.inputs is not None and isinstance(layout.inputs.table, Linear)
+    assert layout.inputs.table.units
+    assert unit_faults(layout) == []
 
 
 def test_heads_with_query_key_and_value_by_turns_stay_quantized(tmp_path):

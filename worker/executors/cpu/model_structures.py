@@ -136,6 +136,7 @@ class NativeTokenInputs(Structure):
 
     _fields_ = (
         ("table", c_void_p),
+        ("coded", NativeLinear),
         ("context", NativeLinear),
         ("norm", NativeNorm),
         ("table_scale", c_float),

@@ -209,7 +209,8 @@ class PackedModel(PartPacker):
 
     def _token_inputs(self, inputs: TokenInputs, num_layers: int) -> Any:
         described = NativeTokenInputs(
-            table=self._embedding(inputs.table, is_kept=False),
+            table=None if isinstance(inputs.table, Linear) else self._embedding(inputs.table, is_kept=False),
+            coded=self._linear(inputs.table) if isinstance(inputs.table, Linear) else NativeLinear(),
             context=self._linear(inputs.context, rows=padded_places(num_layers * inputs.dim, num_layers, GROUP)),
             norm=self._norm(inputs.norm),
             table_scale=inputs.table_scale,

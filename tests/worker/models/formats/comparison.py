@@ -9,7 +9,7 @@ import torch
 
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import UnsupportedModelError
-from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.layout import DecoderLayout, TokenInputs
 from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.state_layers import GatedDeltaNet
 from holdfast.worker.executors.stored_matrix import StoredMatrix
@@ -75,6 +75,8 @@ def in_numbers(part: Any) -> Any:
         if isinstance(part, DecoderLayout) and part.embedding.is_meta:
             part = replace(part, embedding=numbers_of_units(part.head.units[0]).to(part.embedding.dtype))
         found = replace(part, **{field.name: in_numbers(getattr(part, field.name)) for field in fields(part)})
+        if isinstance(found, TokenInputs) and isinstance(found.table, Linear):
+            return replace(found, table=found.table.weights[0])
         return in_one_linear(found) if isinstance(found, GatedDeltaNet) else found
     return part
 

@@ -151,7 +151,8 @@ struct NativeLayerInput {
   int activation;
 };
 struct NativeTokenInputs {
-  const void* table;     // [vocabulary][layers][dim], not packed: of the whole model, on every rank
+  const void* table;     // [vocabulary][layers][dim], not packed: of the whole model, on every rank; or null
+  NativeLinear coded;    // then: the same in units
   NativeLinear context;  // outputs: [layers][dim, filled up to whole groups]
   NativeNorm norm;
   float table_scale, context_scale, scale;

@@ -5,17 +5,6 @@
 
 namespace {
 
-// The weights of an output of a head that is kept in units.
-template <class W> const W* row_of_units(const Packed<W>& w, int row, W* out) {
-  alignas(64) float numbers[UNIT];
-  const UnitPanel panel = w.unit_panel(row / UNIT_OUTPUTS, 0, w.k_tiles());
-  for (int u = 0; u < panel.count; u++) {
-    for (int k = 0; k < UNIT; k++) numbers[k] = number_of_unit(panel, u, k, row % UNIT_OUTPUTS);
-    for (int k = 0; k < UNIT; k += 16) store(out + u * UNIT + k, load(numbers + k));
-  }
-  return out;
-}
-
 // The weights of an output of the head, which is the embedding's table too.
 template <class W> const W* Decoder<W>::head_row(int row, std::vector<W>& out) {
   const Packed<W> w = packed<W>(m.head);

@@ -20,8 +20,11 @@ template <class W> bool Decoder<W>::make_inputs(Thread& t) {
             store(own_inputs.row(first + r) + g * GROUP + j, load(sums + r * GROUP + j) * all(inputs.context_scale));
       }))
     return false;
+  const Packed<W> coded = packed<W>(inputs.coded);
   return row_tasks(t.run, t.num_rows, [&](int r) {
-    const W* looked_up = (const W*)inputs.table + step.token_ids[r] * (long)inputs.dim * m.num_layers;
+    std::vector<W> numbers(inputs.table ? 0 : coded.row_length());
+    const W* looked_up = inputs.table ? (const W*)inputs.table + step.token_ids[r] * (long)inputs.dim * m.num_layers
+                                      : row_of_units(coded, (int)step.token_ids[r], numbers.data());
     for (int index = 0; index < m.num_layers; index++, looked_up += inputs.dim) {
       float* p = own_inputs.row(r) + index * filled;
       norm_row(p, inputs.norm, inputs.dim, p);

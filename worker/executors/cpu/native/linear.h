@@ -157,6 +157,17 @@ void fma_rows(const F* rows, long stride, int count, const W* w, int k_tiles, in
                                                end - first, sums + r * GROUP + c, GROUP, false, {});
 }
 
+// The weights of an output of a linear that is kept in units: [row length].
+template <class W> const W* row_of_units(const Packed<W>& w, int row, W* out) {
+  alignas(64) float numbers[UNIT];
+  const UnitPanel panel = w.unit_panel(row / UNIT_OUTPUTS, 0, w.k_tiles());
+  for (int u = 0; u < panel.count; u++) {
+    for (int k = 0; k < UNIT; k++) numbers[k] = number_of_unit(panel, u, k, row % UNIT_OUTPUTS);
+    for (int k = 0; k < UNIT; k += 16) store(out + u * UNIT + k, load(numbers + k));
+  }
+  return out;
+}
+
 // Rows [count][row length] of one linear's inputs, as the products want them.
 template <class W> struct InputRows {
   typedef typename InputOf<W>::Type Input;
