@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoModelForCausalLM
 
 
@@ -38,8 +39,8 @@ def main() -> None:
     folder = path.parent if path.is_file() else path
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **place).eval()
-    except ValueError as error:
-        if not place or "not supported" not in str(error):
+    except (ValueError, StrictDataclassFieldValidationError) as error:
+        if not place or ("not supported" not in str(error) and isinstance(error, ValueError)):
             raise
         print("{}")  # transformers reads no GGUF file of this architecture
         return

@@ -58,8 +58,10 @@ class GatedDeltaNet:
     value_dim: int
     """Both multiples of 16."""
     inputs: Linear
-    """Outputs: queries and keys of all key heads, values of all value heads; b, then a, of each value head; z, as
-    values. With `gates` their inputs are in place of a and z."""
+    """Outputs: queries and keys of all key heads, values of all value heads; z, as values; b, then a, of each value
+    head. With `gates` there is no z, and their inputs are in place of a."""
+    rates: Linear | None = None
+    """The last outputs of `inputs`, from b on, where these are quantized in another way."""
     gates: Linear | None = None
     """Outputs: a of each key of each value head, then z."""
     kernel: Tensor
@@ -87,7 +89,10 @@ class GatedDeltaNet:
     @property
     def gate_inputs(self) -> int:
         """Outputs of `inputs` that `gates` takes."""
-        return 0 if self.gates is None else self.inputs.out_features - self.num_channels - self.num_value_heads
+        if self.gates is None:
+            return 0
+        rates = self.inputs.out_features - self.num_channels if self.rates is None else self.rates.out_features
+        return rates - self.num_value_heads
 
     def state_length(self, num_drafts: int) -> int:
         """Numbers that a slot keeps: rows of inputs, then for each key head a header and the tiles of its value heads
@@ -122,7 +127,7 @@ class Mamba2:
     head_dim: int
     """Both multiples of 16."""
     inputs: Linear
-    """Outputs: C, then B of all groups, x of all heads; dt of each head; z, as x."""
+    """Outputs: C, then B of all groups, x of all heads; z, as x; dt of each head."""
     kernel: Tensor
     """float32 [channels of C, B and x, width], as of `ShortConv`."""
     conv_bias: Tensor | None = None

@@ -12,6 +12,7 @@ from holdfast.worker.executors.cpu.library import keeps_codes_here
 from holdfast.worker.executors.layout_arithmetic import num_slices
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.family import Family
+from holdfast.worker.models.formats.gguf_block_names import values_of
 from holdfast.worker.models.formats.gguf_folder import is_made_of_gguf, read_index
 from holdfast.worker.models.formats.quantization_rule import HEADS, is_head, is_table, scheme_for
 from holdfast.worker.models.formats.quantization_scheme import Layout, WeightScheme, read_scheme
@@ -49,11 +50,16 @@ _UNIT_BITS: Final = {
 }
 """Bits of a weight in units, on CPUs."""
 
-_DEQUANTIZED: Final = (".experts.", "query_key_value")
-"""Experts, and fused linears whose outputs are put in order."""
+_DEQUANTIZED: Final = ".kv_b_proj"
+"""Part of names of linears that are read in parts: of keys and values of latents."""
+_ON_DEVICES: Final = (".experts.", "query_key_value")
+"""Experts, and fused linears whose outputs are put in order, which are dequantized on GPUs."""
 
-_OF_STATES: Final = (".linear_attn.in_proj", ".mamba.in_proj", ".mixer.in_proj", ".kv_b_proj")
-"""Linears whose outputs are put in order, too, wherever they run."""
+_DELTA_NET: Final = (
+    ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    ("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+)
+"""Linears of Gated DeltaNet that are multiplied together."""
 
 _UNIT: Final = 32  # inputs that share a scale
 _HALF, _FLOAT, _ZERO_POINT = 16, 32, 8
@@ -121,8 +127,8 @@ class CodedBytes:
         return int(sum(math.prod(self._shapes[name]) * (itemsize - bits / 8) for name, bits in self._bits.items()))
 
     def _note(self, name: str, shape: tuple[int, ...], bits: float) -> None:
-        is_there = _DEQUANTIZED[1] not in name if self._in_units else not any(part in name for part in _DEQUANTIZED)
-        if is_there and not any(part in name for part in _OF_STATES):
+        is_there = self._in_units is not None or not any(part in name for part in _ON_DEVICES)
+        if is_there and _DEQUANTIZED not in name:
             self._bits[name], self._shapes[name] = bits, shape
 
     def _leave_out_unfit(self, config: Mapping[str, Any], family: Family) -> None:
@@ -137,14 +143,13 @@ class CodedBytes:
             slices = num_slices(shape[1], heads) if module.endswith(inputs_apart) and not is_head(name) else 1
             if shape[1] % (slices * _UNIT):
                 del self._bits[name]
-        for stack in (family.qkv, family.gate_up, *((family.moe.parts[:-1],) if family.moe else ())):
+        for stack in (family.qkv, family.gate_up, *((family.moe.parts[:-1],) if family.moe else ()), *_DELTA_NET):
             ends = [f".{part}.weight" for part in stack]
             modules = {name.removesuffix(end) for name in self._bits for end in ends if name.endswith(end)}
             for stacked in [[f"{module}{end}" for end in ends] for module in modules]:
                 bits = {self._bits.get(one) for one in stacked}
                 may_differ = stack is not family.qkv or self._shapes.get(stacked[0], (0,))[0] // heads % _UNIT == 0
-                is_gated = stack is family.qkv and family.has_output_gate
-                if None in bits or is_gated or (len(bits) > 1 and not may_differ):
+                if None in bits or (len(bits) > 1 and not may_differ):
                     for one in stacked:
                         self._bits.pop(one, None)
 
@@ -152,7 +157,8 @@ class CodedBytes:
         index, known = read_index(folder), _UNIT_BITS if self._in_units else _GGUF_BITS
         is_tied = self._in_units is not None and not any(is_head(tensor.name) for tensor in index)
         for tensor in index:
-            is_matrix = len(tensor.shape) == 2 and tensor.form == "matrix" and tensor.columns is None
+            keeps_blocks = tensor.columns is None or tensor.columns.moves_whole(values_of(tensor.kind))
+            is_matrix = len(tensor.shape) == 2 and tensor.form == "matrix" and keeps_blocks
             if (bits := known.get(tensor.kind)) and is_matrix and (is_tied or not is_table(tensor.name)):
                 rows = self._shapes.get(tensor.name, (0,))[0]  # of its other parts
                 self._note(tensor.name, (rows + tensor.shape[0], *tensor.shape[1:]), bits)

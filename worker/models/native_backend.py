@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 NUMERICS: Final = "native-2"
 """The order of all additions and roundings. A change that changes any bit of any output takes the next number."""
 
-UNIT_NUMERICS: Final = "int8-units-3"
+UNIT_NUMERICS: Final = "int8-units-4"
 """The rule of products in units (`executors/cpu/native/units.h`), beside those of a model that has some."""
 
 _CPU: Final = torch.device("cpu")

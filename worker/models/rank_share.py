@@ -90,12 +90,16 @@ class RankShare:
         """Linears whose outputs ranks share, stacked: one for each of `outputs`, or a fused one. `may_stay`:
         quantized. `together`: each part is packed in runs of a multiple of this many outputs, on any rank.
         """
-        sizes = [size for size, _ in outputs]
-        lengths = sizes if len(names) == len(sizes) else [sum(sizes)]
-        wholes = [self.tensors.take(f"{name}.weight", (n, num_inputs)) for name, n in zip(names, lengths, strict=True)]
+        lengths = _lengths(names, outputs)
         biases = [self.tensors.take(f"{name}.bias", (n,)) for name, n in zip(names, lengths, strict=True) if has_bias]
         bias = torch.cat([self.floats(share) for share in self._shared(biases, outputs)]) if biases else None
-        return self.stacked(self._shared(wholes, outputs), bias, may_stay=may_stay, together=together)
+        return self.stacked(self.shares(names, outputs, num_inputs), bias, may_stay=may_stay, together=together)
+
+    def shares(self, names: Sequence[str], outputs: Outputs, num_inputs: int) -> list[Weight]:
+        """This rank's share of each of the outputs of `columns`, views."""
+        lengths = _lengths(names, outputs)
+        wholes = [self.tensors.take(f"{name}.weight", (n, num_inputs)) for name, n in zip(names, lengths, strict=True)]
+        return self._shared(wholes, outputs)
 
     def stacked(
         self, shares: Sequence[Weight], bias: Tensor | None = None, *, may_stay: bool = True, together: int = 1
@@ -212,6 +216,12 @@ class RankShare:
             bias=bias,
             eps=float(getattr(self.config, self.family.eps)),
         )
+
+
+def _lengths(names: Sequence[str], outputs: Outputs) -> list[int]:
+    """Outputs of each linear."""
+    sizes = [size for size, _ in outputs]
+    return sizes if len(names) == len(sizes) else [sum(sizes)]
 
 
 def joined(linears: Sequence[Linear], num_slices: int, dtype: torch.dtype) -> Linear:

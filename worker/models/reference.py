@@ -215,7 +215,7 @@ class Reference:
     def _scan(self, net: Mamba2, x: Tensor) -> Tensor:
         """Mamba2 over [T, hidden] of one sequence from its first position on: [T, heads * head_dim]."""
         keys, values = net.num_groups * net.state_dim, net.num_heads * net.head_dim
-        mixed, dt, z = torch.split(self._linear(net.inputs, x), [net.num_channels, net.num_heads, values], -1)
+        mixed, z, dt = torch.split(self._linear(net.inputs, x), [net.num_channels, values, net.num_heads], -1)
         c, b, x = torch.split(F.silu(self._convolved(net, mixed)), [keys, keys, values], -1)
         c, b = (part.reshape(len(x), net.num_groups, net.state_dim) for part in (c, b))
         c, b = (part.repeat_interleave(net.num_heads // net.num_groups, 1) for part in (c, b))
@@ -245,9 +245,14 @@ class Reference:
     def _recur(self, net: GatedDeltaNet, x: Tensor) -> Tensor:
         """Gated DeltaNet over [T, hidden] of one sequence from its first position on."""
         keys, values = net.num_key_heads * net.key_dim, net.num_value_heads * net.value_dim
-        mixed, b, rest = torch.split(self._linear(net.inputs, x), delta_parts(net), -1)
-        rest = rest if net.gates is None else self._linear(net.gates, rest)
-        a, z = rest[:, :-values], rest[:, -values:]
+        linears = [net.inputs, *filter(None, [net.rates])]
+        projected = torch.cat([self._linear(linear, x) for linear in linears], -1)
+        if net.gates is None:
+            mixed, z, b, a = torch.split(projected, delta_parts(net), -1)
+        else:
+            mixed, b, rest = torch.split(projected, delta_parts(net), -1)
+            gates = self._linear(net.gates, rest)
+            a, z = gates[:, :-values], gates[:, -values:]
         q, k, v = torch.split(F.silu(self._convolved(net, mixed)), [keys, keys, values], -1)
         q, k = (part.reshape(len(x), net.num_key_heads, net.key_dim) for part in (q, k))
         q, k = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (q, k))

@@ -113,9 +113,13 @@ def convolved(x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def delta_parts(net: GatedDeltaNet) -> list[int]:
-    """Lengths of the convolved part, of rates, and of gates or their inputs, among the outputs of `net.inputs`."""
-    first = [net.num_channels, net.num_value_heads]
-    return [*first, net.inputs.out_features - sum(first)]
+    """Lengths of the convolved part, z, b and a, or of the convolved part, b and inputs of gates, among the outputs of
+    `net.inputs` and `net.rates`.
+    """
+    heads = net.num_value_heads
+    if net.gates is not None:
+        return [net.num_channels, heads, net.gate_inputs]
+    return [net.num_channels, heads * net.value_dim, heads, heads]
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, rate: Tensor, *, recalls: bool = True) -> Tensor:

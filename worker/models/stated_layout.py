@@ -307,7 +307,7 @@ class LayoutBuilder:
             outputs,
             config.hidden_size,
             has_bias=is_set(family.qkv_bias, config),
-            may_stay=family.packing is not Packing.HEAD_BY_HEAD and not family.has_output_gate,
+            may_stay=self._share.keeps_units or not (family.packing is Packing.HEAD_BY_HEAD or family.has_output_gate),
             together=size,
         )
         if family.has_output_gate:
@@ -357,24 +357,25 @@ def _values_from_keys(linear: Linear) -> Linear:
 
 def _by_kind(linear: Linear, head_dim: int) -> Linear:
     """Views in a layout's order, of outputs that are query, key and value of one head after the other."""
-
-    def ordered(tensor: Tensor) -> list[Tensor]:
-        pieces = torch.split(tensor, head_dim)
-        return [*pieces[0::3], *pieces[1::3], *pieces[2::3]]
-
-    (weight,) = linear.weights
-    bias = None if linear.bias is None else torch.cat(ordered(linear.bias))
-    return Linear(weights=tuple(ordered(weight)), bias=bias)
+    return _in_turns(linear, head_dim, 3, int(linear.parts[0].shape[0]))
 
 
 def _gates_apart(qkv: Linear, head_dim: int) -> Linear:
     """Views of queries that have each head's gate behind it: all queries, then all gates."""
-    weight, keys, values = qkv.weights
-    pieces, bias = torch.split(weight, head_dim), qkv.bias
+    return _in_turns(qkv, head_dim, 2, int(qkv.parts[0].shape[0]))
+
+
+def _in_turns(linear: Linear, head_dim: int, kinds: int, length: int) -> Linear:
+    """Views of a linear whose first part, of this many outputs, has heads of several kinds by turns: kind by kind."""
+    order = [head * head_dim for kind in range(kinds) for head in range(kind, length // head_dim, kinds)]
+
+    def views(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*(parts[0].narrow(0, start, head_dim) for start in order), *parts[1:]) if parts else ()
+
+    bias = linear.bias
     if bias is not None:
-        of_heads = torch.split(bias[: len(weight)], head_dim)
-        bias = torch.cat([*of_heads[0::2], *of_heads[1::2], bias[len(weight) :]])
-    return Linear(weights=(*pieces[0::2], *pieces[1::2], keys, values), bias=bias)
+        bias = torch.cat([*(bias.narrow(0, start, head_dim) for start in order), bias[length:]])
+    return Linear(weights=views(linear.weights), units=views(linear.units), codes=views(linear.codes), bias=bias)
 
 
 def _stacked(norms: list[Norm]) -> Norm:

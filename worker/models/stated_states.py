@@ -1,7 +1,9 @@
 """Layers of stated families that keep a state, Gated DeltaNet and Mamba2, as parts of a decoder layout."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -14,6 +16,7 @@ from holdfast.worker.executors.state_layers import GatedDeltaNet, Mamba2
 from holdfast.worker.models.family import DeltaPacking, Mamba, is_set
 from holdfast.worker.models.rank_share import Outputs, RankShare, joined
 from holdfast.worker.models.stated_config import NotStated
+from holdfast.worker.models.stated_tensors import Weight
 
 _MAX_GROUPS = 1024
 """Most groups that are normed apart on one rank (`cpu/native/step.h`)."""
@@ -81,13 +84,18 @@ class MambaBuilder:
         share, values, keys = self._share, (self._values, None), (self._keys, self._groups)
         outputs = [values, values, keys, keys, (self._heads, None)]
         has_bias = is_set(self._mamba.input_bias, share.config)
-        whole = share.columns([name], outputs, share.config.hidden_size, has_bias=has_bias, may_stay=False)
-        lengths = [len(weight) for weight in whole.weights]
-        bias = None if whole.bias is None else torch.split(whole.bias / self._scales.input, lengths)
-        order = (3, 2, 1, 4, 0)
+        hidden, stays = share.config.hidden_size, share.keeps_units
+        whole = share.columns([name], outputs, hidden, has_bias=has_bias, may_stay=stays)
+        order = (3, 2, 1, 0, 4)
+        bias = whole.bias
+        if bias is not None:
+            parts = torch.split(bias / self._scales.input, [int(part.shape[0]) for part in whole.parts])
+            bias = torch.cat([parts[part] for part in order])
         return Linear(
-            weights=tuple(whole.weights[part] for part in order),
-            bias=None if bias is None else torch.cat([bias[part] for part in order]),
+            weights=tuple(whole.weights[part] for part in order if whole.weights),
+            units=tuple(whole.units[part] for part in order if whole.units),
+            codes=tuple(whole.codes[part] for part in order if whole.codes),
+            bias=bias,
         )
 
     def _of_channels(self, name: str, width: int) -> Tensor:
@@ -158,12 +166,14 @@ class DeltaNetBuilder:
         share, config = self._share, self._share.config
         slices = share.slices(self._value_heads)
         output = share.rows(f"{prefix}out_proj", (config.hidden_size, self._values), slices, has_bias=False)
+        inputs, rates = self._inputs(prefix)
         return GatedDeltaNet(
             num_key_heads=self._key_heads // share.size,
             num_value_heads=self._value_heads // share.size,
             key_dim=self._key_dim,
             value_dim=self._value_dim,
-            inputs=self._inputs(prefix),
+            inputs=inputs,
+            rates=rates,
             kernel=self._kernel(f"{prefix}conv1d.weight"),
             a_log=self._of_value_heads(f"{prefix}A_log"),
             dt_bias=self._of_value_heads(f"{prefix}dt_bias"),
@@ -176,22 +186,20 @@ class DeltaNetBuilder:
             num_slices=slices,
         )
 
-    def _inputs(self, prefix: str) -> Linear:
+    def _inputs(self, prefix: str) -> tuple[Linear, Linear | None]:
+        """Queries, keys, values and z, then b and a; see `_linears_of`."""
+        hidden, values, share = self._share.config.hidden_size, (self._values, None), self._share
         if self._packing is DeltaPacking.BY_KIND:
-            qkv = self._columns(f"{prefix}in_proj_qkv", [(self._keys, None)] * 2 + [(self._values, None)])
-            of_z = self._columns(f"{prefix}in_proj_z", [(self._values, None)])
-            of_b, of_a = (self._columns(f"{prefix}in_proj_{one}", [(self._value_heads, None)]) for one in "ba")
-            return _stacked([qkv, of_b, of_a, of_z])
-        qkvz = self._columns(f"{prefix}in_proj_qkvz", [(2 * (self._keys + self._values), None)])
-        ba = self._columns(f"{prefix}in_proj_ba", [(2 * self._value_heads, None)])
+            qkv = share.shares([f"{prefix}in_proj_qkv"], [(self._keys, None)] * 2 + [values], hidden)
+            z = share.shares([f"{prefix}in_proj_z"], [values], hidden)
+            of_heads: Outputs = [(self._value_heads, None)] * 2
+            rates = share.shares([f"{prefix}in_proj_{one}" for one in "ba"], of_heads, hidden)
+            return _linears_of(share, [*qkv, *z], rates, math.gcd(self._key_dim, self._value_dim))
+        (qkvz,) = share.shares([f"{prefix}in_proj_qkvz"], [(2 * (self._keys + self._values), None)], hidden)
+        (ba,) = share.shares([f"{prefix}in_proj_ba"], [(2 * self._value_heads, None)], hidden)
         group = self._value_heads // self._key_heads
-        q, k, v, z = _by_head(qkvz, [self._key_dim] * 2 + [group * self._value_dim] * 2)
-        b, a = _by_head(ba, [group] * 2)
-        return Linear(weights=(*q, *k, *v, *b, *a, *z))
-
-    def _columns(self, name: str, outputs: Outputs) -> Linear:
-        hidden = self._share.config.hidden_size
-        return self._share.columns([name], outputs, hidden, has_bias=False, may_stay=False)
+        parts = _by_head(qkvz, [self._key_dim] * 2 + [group * self._value_dim] * 2)
+        return _linears_of(share, parts, _by_head(ba, [group] * 2), math.gcd(self._key_dim, self._value_dim))
 
     def _kernel(self, name: str) -> Tensor:
         """[channels of this rank, width]"""
@@ -228,6 +236,7 @@ class KimiDeltaBuilder:
         """Layer whose tensors have names with this prefix."""
         share, config = self._share, self._share.config
         slices = share.slices(self._heads)
+        inputs, rates = self._inputs(prefix)
         a_log = share.vector(f"{prefix}A_log", (1, 1, self._heads, 1))
         dt_bias = share.vector(f"{prefix}dt_bias", (self._all,)).narrow(0, *share.part(self._all))
         return GatedDeltaNet(
@@ -235,7 +244,8 @@ class KimiDeltaBuilder:
             num_value_heads=self._heads // share.size,
             key_dim=self._size,
             value_dim=self._size,
-            inputs=self._inputs(prefix),
+            inputs=inputs,
+            rates=rates,
             gates=self._gates(prefix),
             kernel=torch.cat([self._kernel(f"{prefix}{one}_conv1d.weight") for one in "qkv"]),
             a_log=a_log.narrow(0, *share.part(self._heads)),
@@ -249,11 +259,13 @@ class KimiDeltaBuilder:
             num_slices=slices,
         )
 
-    def _inputs(self, prefix: str) -> Linear:
-        """Queries, keys, values, b, then the inputs of both gates."""
-        names = [f"{prefix}{one}_proj" for one in ("q", "k", "v", "b", "f_a", "g_a")]
-        outputs: Outputs = [*[(self._all, None)] * 3, (self._heads, None), *[(self._size, 1)] * 2]
-        return self._share.columns(names, outputs, self._share.config.hidden_size, has_bias=False, may_stay=False)
+    def _inputs(self, prefix: str) -> tuple[Linear, Linear | None]:
+        """Queries, keys, values, then b and the inputs of both gates; see `_linears_of`."""
+        share, hidden, ranks = self._share, self._share.config.hidden_size, [(self._size, 1)] * 2
+        qkv = share.shares([f"{prefix}{one}_proj" for one in "qkv"], [(self._all, None)] * 3, hidden)
+        outputs: Outputs = [(self._heads, None), *ranks]
+        rates = share.shares([f"{prefix}{one}_proj" for one in ("b", "f_a", "g_a")], outputs, hidden)
+        return _linears_of(share, qkv, rates, self._size)
 
     def _gates(self, prefix: str) -> Linear:
         """One linear of both: each has zeros for the inputs of the other."""
@@ -271,12 +283,24 @@ class KimiDeltaBuilder:
         return self._share.floats(whole.narrow(0, *self._share.part(self._all))).squeeze(1)
 
 
-def _stacked(linears: Sequence[Linear]) -> Linear:
-    return Linear(weights=tuple(weight for linear in linears for weight in linear.weights))
+def _linears_of(
+    share: RankShare, parts: Sequence[Weight], rates: Sequence[Weight], together: int
+) -> tuple[Linear, Linear | None]:
+    """One linear of all parts and rates, or, where the parts stay quantized, one of these and one of the rates: files
+    have rates in another form, or as numbers. `together`: outputs of a part are a multiple of it on any rank.
+    """
+    first = share.stacked(parts, may_stay=share.keeps_units, together=together)
+    if first.units or first.codes:
+        return first, share.stacked(rates, may_stay=share.keeps_units)
+    return Linear(weights=(*first.weights, *map(share.numbers, rates))), None
 
 
-def _by_head(linear: Linear, lengths: Sequence[int]) -> list[list[Tensor]]:
-    """Views by part, of outputs that are those of one key head after the other, in parts of these lengths."""
-    (weight,) = linear.weights
-    pieces = torch.split(weight, [*lengths] * (len(weight) // sum(lengths)))
-    return [list(pieces[part :: len(lengths)]) for part in range(len(lengths))]
+def _by_head(weight: Weight, lengths: Sequence[int]) -> list[Weight]:
+    """Views, part after part, of outputs that are those of one key head after the other, in parts of these lengths."""
+    starts = [0, *accumulate(lengths)]
+    heads = range(0, len(weight), sum(lengths))
+    return [
+        weight.narrow(0, head + start, length)
+        for start, length in zip(starts[:-1], lengths, strict=True)
+        for head in heads
+    ]

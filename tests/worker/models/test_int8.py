@@ -196,7 +196,7 @@ def test_what_does_not_lie_in_whole_units_is_dequantized(tmp_path):
 def test_ranks_have_the_bits_of_one(tmp_path, family, kind, changes, size):
     folder = gguf_model(tmp_path, kind, family, **changes)
     whole = bits_of(folder, SingleRank())
-    assert whole[2] == "native-2+int8-units-3"
+    assert whole[2] == "native-2+int8-units-4"
     assert run_ranks(size, lambda group: bits_of(folder, group)) == [whole] * size
 
 

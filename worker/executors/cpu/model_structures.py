@@ -81,6 +81,7 @@ class NativeRecurrence(Structure):
 
     _fields_ = (
         ("inputs", NativeLinear),
+        ("rates", NativeLinear),
         ("gates", NativeLinear),
         ("kernel", c_void_p),
         ("conv_bias", c_void_p),

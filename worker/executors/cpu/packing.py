@@ -281,9 +281,10 @@ class PackedModel(PartPacker):
     def _put_recurrence(self, native: NativeLayer, net: GatedDeltaNet | Mamba2) -> None:
         """But for `columns`, which the states' memory decides."""
         mamba = net if isinstance(net, Mamba2) else None
-        gates = net.gates if isinstance(net, GatedDeltaNet) else None
+        gates, rates = (net.gates, net.rates) if isinstance(net, GatedDeltaNet) else (None, None)
         described = NativeRecurrence(
             inputs=self._linear(net.inputs),
+            rates=NativeLinear() if rates is None else self._linear(rates),
             gates=NativeLinear() if gates is None else self._linear(gates),
             kernel=self._lines(net.kernel.T),
             conv_bias=None if mamba is None or mamba.conv_bias is None else self._floats(mamba.conv_bias),

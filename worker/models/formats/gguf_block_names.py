@@ -19,6 +19,12 @@ BLOCKS: Final[Mapping[str, tuple[int, int]]] = {
 }
 """Numbers of a block, and the bytes that it takes."""
 
+
+def values_of(kind: str) -> int:
+    """Values of a block; of a type without blocks 1."""
+    return BLOCKS.get(kind, (1, 0))[0]
+
+
 READ_KINDS: Final = (*FLOATS, *BLOCKS)
 
 
@@ -32,3 +38,7 @@ class Turn(NamedTuple):
     first: int
     second: int
     inner: int
+
+    def moves_whole(self, size: int) -> bool:
+        """Whether neighbours in parts of this size stay together, or nothing moves."""
+        return 1 in (self.first, self.second) or (self.start % size == 0 and self.inner % size == 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from holdfast.worker.executors.mapped_files import storage_of_file, tensor_in_file
 from holdfast.worker.executors.stored_matrix import StoredMatrix
-from holdfast.worker.models.formats.gguf_block_names import Turn
+from holdfast.worker.models.formats.gguf_block_names import Turn, values_of
 from holdfast.worker.models.formats.gguf_folder import IndexedTensor, read_index
 from holdfast.worker.models.formats.gguf_tensors import GgufWeight
 
@@ -107,11 +107,14 @@ class GgufTensors:
         stored = tensor_in_file(
             self._storages[tensor.file], torch.uint8, tensor.offset, (num_rows, row_bytes), (row_bytes, 1)
         )
+        size, turn = values_of(tensor.kind), tensor.columns
+        whole = turn is not None and turn.moves_whole(size)
         return GgufWeight(
             kind=tensor.kind,
             stored=stored,
             order=_order(num_rows, tensor.rows),
-            column_order=_order(num_columns, tensor.columns),
+            column_order=None if whole else _order(num_columns, turn),
+            block_order=_blocks_of(_order(num_columns, turn), size) if whole else None,
             rows=(tensor.first, tensor.first + tensor.count),
             columns=(0, num_columns),
             plus=tensor.plus,
@@ -123,6 +126,12 @@ def _stacked(parts: Sequence[GgufWeight]) -> GgufWeight | StackedWeight:
     if len(parts) == 1:
         return parts[0]
     return StackedWeight(parts=tuple(parts), rows=(0, sum(map(len, parts))), columns=parts[0].columns)
+
+
+def _blocks_of(order: Tensor | None, size: int) -> Tensor | None:
+    """The order of blocks of this many columns; None: that in which they are stored."""
+    blocks = None if order is None else order[::size] // size
+    return None if blocks is None or torch.equal(blocks, torch.arange(len(blocks))) else blocks
 
 
 def _order(count: int, turn: Turn | None) -> Tensor | None:

@@ -207,7 +207,9 @@ class GgufWeight(StoredMatrix):
     order: Tensor | None
     """[rows of the tensor], int64: which stored row each one is. None: the same."""
     column_order: Tensor | None = None
-    """[columns of the tensor], int64. Codes are not put in such an order: they become numbers."""
+    """[columns of the tensor], int64, where blocks are torn apart: codes become numbers then."""
+    block_order: Tensor | None = None
+    """[blocks of a row], int64: which stored block each one is. None: the same."""
     plus: float
     """Is added to each number, in float32."""
     is_vector: bool
@@ -291,7 +293,10 @@ class GgufWeight(StoredMatrix):
         return CodedRows(codes=codes, scales=units.scales, offsets=units.offsets)
 
     def _stored(self, first: int, last: int) -> Tensor:
-        return self.stored[first:last] if self.order is None else self.stored[self.order[first:last]]
+        rows = self.stored[first:last] if self.order is None else self.stored[self.order[first:last]]
+        if self.block_order is None:
+            return rows
+        return rows.reshape(len(rows), len(self.block_order), -1)[:, self.block_order].flatten(1)
 
     def numbers(self, first: int, last: int) -> Tensor:
         if self.column_order is None:

@@ -11,6 +11,7 @@ from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.linears import Linear
+from holdfast.worker.executors.state_layers import GatedDeltaNet
 from holdfast.worker.executors.stored_matrix import StoredMatrix
 from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.stated_layout import read_stated
@@ -73,8 +74,16 @@ def in_numbers(part: Any) -> Any:
     if is_dataclass(part) and not isinstance(part, type):
         if isinstance(part, DecoderLayout) and part.embedding.is_meta:
             part = replace(part, embedding=numbers_of_units(part.head.units[0]).to(part.embedding.dtype))
-        return replace(part, **{field.name: in_numbers(getattr(part, field.name)) for field in fields(part)})
+        found = replace(part, **{field.name: in_numbers(getattr(part, field.name)) for field in fields(part)})
+        return in_one_linear(found) if isinstance(found, GatedDeltaNet) else found
     return part
+
+
+def in_one_linear(net: GatedDeltaNet) -> GatedDeltaNet:
+    """The same with rates among the outputs of `inputs`, as they are where nothing is quantized."""
+    if net.rates is None:
+        return net
+    return replace(net, inputs=Linear(weights=(*net.inputs.weights, *net.rates.weights)), rates=None)
 
 
 def numbers_of_units(stored: StoredMatrix) -> torch.Tensor:

@@ -53,8 +53,37 @@ CONVERTED: dict[str, tuple[str, str]] = {
 }
 """By name: GGUF's architecture, and the pattern or family that is converted."""
 
-EXACT = ("ffn_gate_inp", "conv", "ssm_a", "ssm_d", "ssm_dt", "exp_probs_b", "norm")
+EXACT = ("ffn_gate_inp", "conv", "ssm_dt", "exp_probs_b", "norm")
 """Parts of names of tensors that no converter quantizes."""
+
+INNER = (
+    *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
+    "moe_shared_expert_intermediate_size",
+)
+HEADS = ("num_attention_heads", "mamba_n_heads", "mamba_num_heads", "num_heads", "linear_num_key_heads")
+GROUPS = ("n_groups", "mamba_n_groups")
+
+
+def sizes_of_blocks(own: dict[str, Any], unit: int, num_heads: int) -> dict[str, Any]:
+    """Of a tiny model with this config: matrices have whole blocks, and each slice of a sum a `unit` or more."""
+    hidden, is_latent = num_heads * unit, "kv_lora_rank" in own
+    is_grouped = any(own.get(name, 1) > 1 for name in GROUPS)
+    found = {
+        "hidden_size": hidden,
+        "head_dim": 2 * unit if "num_heads" in own else unit,  # of Mamba2 alone, whose layers are twice as wide
+        "query_pre_attn_scalar": unit,
+        **dict.fromkeys(INNER, hidden),
+        **dict.fromkeys(HEADS, num_heads),
+        **dict.fromkeys(GROUPS, num_heads if is_grouped else 1),
+        "num_key_value_heads": num_heads // 2 if not is_latent and num_heads % 2 == 0 else num_heads,
+        "linear_num_value_heads": 2 * num_heads,
+        "mamba_d_ssm": 2 * hidden,
+        **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 2 * unit),
+        **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), unit),
+    }
+    found = {name: value for name, value in found.items() if own.get(name) not in (None, ...)}
+    return found | ({"block_auto_adjust_ff_dim": False} if "block_multiple_of" in own else {})
+
 
 Named = Iterator[tuple[str, Tensor]]
 

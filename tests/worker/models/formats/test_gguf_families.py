@@ -7,7 +7,6 @@ so are hybrids in types of 256 numbers, whose matrices are large.
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,38 +15,10 @@ from tests.parity.families import settings_of
 from tests.parity.hybrids import PATTERNS
 from tests.worker.models.formats.comparison import differences_between
 from tests.worker.models.formats.gguf_files import ARCHITECTURES, K_KINDS, KINDS, TURNS, write_model
-from tests.worker.models.formats.gguf_hybrid_files import CONVERTED, in_blocks, write_hybrid
+from tests.worker.models.formats.gguf_hybrid_files import CONVERTED, in_blocks, sizes_of_blocks, write_hybrid
 
 FAMILIES = (*ARCHITECTURES, *CONVERTED)
 RANKS = (1, 2, 3, 4)
-
-INNER = (
-    *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
-    "moe_shared_expert_intermediate_size",
-)
-HEADS = ("num_attention_heads", "mamba_n_heads", "mamba_num_heads", "num_heads", "linear_num_key_heads")
-GROUPS = ("n_groups", "mamba_n_groups")
-
-
-def sizes(own: dict[str, Any], unit: int, num_heads: int) -> dict[str, Any]:
-    """Of a tiny model with this config: matrices have whole blocks, and each slice of a sum a `unit` or more."""
-    hidden, is_latent = num_heads * unit, "kv_lora_rank" in own
-    is_grouped = any(own.get(name, 1) > 1 for name in GROUPS)
-    found = {
-        "hidden_size": hidden,
-        "head_dim": 2 * unit if "num_heads" in own else unit,  # of Mamba2 alone, whose layers are twice as wide
-        "query_pre_attn_scalar": unit,
-        **dict.fromkeys(INNER, hidden),
-        **dict.fromkeys(HEADS, num_heads),
-        **dict.fromkeys(GROUPS, num_heads if is_grouped else 1),
-        "num_key_value_heads": num_heads // 2 if not is_latent and num_heads % 2 == 0 else num_heads,
-        "linear_num_value_heads": 2 * num_heads,
-        "mamba_d_ssm": 2 * hidden,
-        **dict.fromkeys(("mamba_d_head", "mamba_head_dim"), 2 * unit),
-        **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), unit),
-    }
-    found = {name: value for name, value in found.items() if own.get(name) not in (None, ...)}
-    return found | ({"block_auto_adjust_ff_dim": False} if "block_multiple_of" in own else {})
 
 
 def written(family: str, kind: str, where: Path, *, of_three: bool) -> tuple[Path, Path]:
@@ -55,11 +26,11 @@ def written(family: str, kind: str, where: Path, *, of_three: bool) -> tuple[Pat
     unit, num_heads = 256 if kind in K_KINDS else 32, 3 if of_three else 4
     if family in ARCHITECTURES:
         own = {**settings_of(family)[1], **TURNS.get(family, {}), "head_dim": 32}
-        model = write_model(family, where, kind, **sizes(own, unit, num_heads))
+        model = write_model(family, where, kind, **sizes_of_blocks(own, unit, num_heads))
         return model.file, model.folder
     _, pattern = CONVERTED[family]
     model_type, changes = PATTERNS.get(pattern, (pattern, {}))
-    changes = sizes({**settings_of(model_type)[1], **changes}, unit, num_heads)
+    changes = sizes_of_blocks({**settings_of(model_type)[1], **changes}, unit, num_heads)
     for folder in ("blocks", "numbers"):
         (where / folder).mkdir(parents=True)
     ours = write_hybrid(family, where / "blocks", kind, **changes)

@@ -34,12 +34,13 @@ template <class W> bool Decoder<W>::norm_inputs(Thread& t, const NativeLayer& l,
 }
 
 // Groups [begin, end) of queries, keys and values.
-template <class W> bool Decoder<W>::project(Thread& t, const NativeLinear& qkv, int begin, int end, Rows rows) {
+template <class W>
+bool Decoder<W>::project(Thread& t, const NativeLinear& qkv, int begin, int end, Rows rows, long at) {
   return some_groups(t, qkv, begin, end, rows, t.num_rows, [&](int g, int first, int count, const float* sums) {
     for (int r = 0; r < count; r++)
       for (int j = 0; j < GROUP; j += 16) {
         Lanes v = load(sums + r * GROUP + j);
-        store(projected.row(first + r) + g * GROUP + j, qkv.bias ? v + load(qkv.bias + g * GROUP + j) : v);
+        store(projected.row(first + r) + at + g * GROUP + j, qkv.bias ? v + load(qkv.bias + g * GROUP + j) : v);
       }
   });
 }

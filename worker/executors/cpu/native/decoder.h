@@ -115,7 +115,8 @@ struct NativeShortConv {
 // keys and values. Its output is the layer's.
 struct NativeRecurrence {
   NativeLinear
-      inputs;  // outputs: queries and keys of all key heads, values, then b and a, or dt, and z of all value heads
+      inputs;  // outputs: queries and keys of all key heads, values, then z, and b and a, or dt, of all value heads
+  NativeLinear rates;  // the last outputs of `inputs`, from b on, where these lie in another form; or none
   NativeLinear
       gates;  // of a decay for each key (Kimi): from the last outputs of `inputs`, a of each key, then z; or none
   const float *kernel,

@@ -150,7 +150,7 @@ template <class W> int Decoder<W>::sums_of_groups(const NativeRecurrence& net, c
 
 template <class W> const float* Decoder<W>::gated_row(const NativeRecurrence& net, int row) const {
   const RecurrenceSizes sizes(net);
-  return projected.row(row) + sizes.channels + sizes.gates * net.value_heads;
+  return projected.row(row) + sizes.z;
 }
 
 // Of a norm that several ranks share: this rank's sums of squares of all rows go to the others, [rows][groups of the model].

@@ -27,6 +27,7 @@ NATIVE_INLINE long filled_to(long n, long step) { return (n + step - 1) / step *
 // Sizes of what a rank keeps; as `recurrence_state_length` has them.
 struct RecurrenceSizes {
   int heads, units, channels, filled, gates;  // heads: of a unit; filled: columns of a head's states; gates: of a head
+  long z, before_rates;                       // of a token's projections: where z begins, and where b or dt do
   long unit_row, row, head_states, of_unit;
   explicit RecurrenceSizes(const NativeRecurrence& net)
       : heads(net.unit_heads),
@@ -36,6 +37,8 @@ struct RecurrenceSizes {
         gates(net.skip           ? 1
               : net.gates.groups ? 1 + net.key_dim
                                  : 2),
+        z(net.gates.groups ? channels + net.gate_inputs + (long)gates * net.value_heads : channels),
+        before_rates(net.gates.groups ? channels : channels + (long)net.value_heads * net.value_dim),
         unit_row(2 * net.key_dim + (long)heads * (net.value_dim + gates)),
         row(filled_to(units * unit_row, 16)),
         head_states((long)net.key_dim * filled),
@@ -88,16 +91,14 @@ struct RecurrenceTask {
     return {2L * net.key_heads * net.key_dim + h * net.value_dim, 2L * net.key_dim + (h - first) * net.value_dim};
   }
   InputPlace gates(int which, int h) const {
-    return {sizes.channels + (long)which * net.value_heads + h,
+    return {sizes.before_rates + (long)which * net.value_heads + h,
             2L * net.key_dim + sizes.heads * (net.value_dim + which) + h - first};
   }
   InputPlace gates_of_keys(int h) const {
     return {sizes.channels + net.value_heads + net.gate_inputs + (long)h * net.key_dim,
             2L * net.key_dim + sizes.heads * (net.value_dim + 1) + (long)(h - first) * net.key_dim};
   }
-  float* z(int position, int h) const {
-    return own(position) + sizes.channels + net.gate_inputs + sizes.gates * net.value_heads + h * net.value_dim;
-  }
+  float* z(int position, int h) const { return own(position) + sizes.z + h * net.value_dim; }
   float* state(int h) const { return states + STATE_HEADER + (h - first) * sizes.head_states; }
   int position_of_states() const {
     int position;

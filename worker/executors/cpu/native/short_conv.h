@@ -30,6 +30,10 @@ template <class W> bool Decoder<W>::state_half(int index, Thread& t) {
   if (attends(l) && !(project(t, l.qkv, 0, l.qkv.groups, rows) && attend(l, attention.kinds[kind_of[index]], t)))
     return false;
   if (!project(t, inputs, 0, inputs.groups, rows)) return false;
+  if (l.recurrence && l.recurrence->rates.groups &&
+      !project(t, l.recurrence->rates, 0, l.recurrence->rates.groups, rows,
+               RecurrenceSizes(*l.recurrence).before_rates))
+    return false;
   if (l.recurrence && l.recurrence->gates.groups && !project_gates(t, *l.recurrence)) return false;
   if (!(l.conv ? convolve_all(l, t) : recur(l, t))) return false;
   if (shares_norm(l)) return send_squares(l, t);

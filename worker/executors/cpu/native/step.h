@@ -267,7 +267,8 @@ template <class W> class Decoder {
 
   bool attention_half(int index, Thread& t);
   bool norm_inputs(Thread& t, const NativeLayer& l, Rows& rows);
-  bool project(Thread& t, const NativeLinear& qkv, int begin, int end, Rows rows);
+  bool project(Thread& t, const NativeLinear& qkv, int begin, int end, Rows rows,
+               long at = 0);  // `at`: of a row of projections, where the outputs go
   bool attend(const NativeLayer& l, const AttentionKind& kind, Thread& t);
   static int queries_end(const NativeLayer& l);
   LayerRows<W> rows_of(const NativeLayer& l, const HeadShape& s) const;

@@ -24,10 +24,11 @@ struct LatentSizes {
   int query_rows = 0, head_queries = 0, plain = 0, weighed = 0;
   // Returns the numbers of a row of the recurrence's inputs, with those of its gates.
   int add(const NativeRecurrence& net) {
-    if (!net.gates.groups) return net.inputs.groups * GROUP;
+    const RecurrenceSizes sizes(net);
+    const int own = std::max(net.inputs.groups * GROUP, (int)sizes.before_rates + net.rates.groups * GROUP);
+    if (!net.gates.groups) return own;
     query_rows = std::max(query_rows, net.gate_inputs);
-    const int before = RecurrenceSizes(net).channels + net.value_heads + net.gate_inputs;
-    return std::max(net.inputs.groups * GROUP, before + net.gates.groups * GROUP);
+    return std::max(own, sizes.channels + net.value_heads + net.gate_inputs + net.gates.groups * GROUP);
   }
   void add(const NativeLayer& l) {
     const NativeLatent& latent = *l.latent;
