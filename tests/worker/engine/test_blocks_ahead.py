@@ -200,7 +200,7 @@ def test_who_waits_for_blocks_is_told_of_them_at_once_and_not_after_the_next_ste
     engine.submit(make_request("runs"), recorder)
     engine._take_commands()
     later = replace(make_request("later", range(20)), block_source=COMPUTING)
-    engine._core.fetch_ahead(later, 0.0, recorder, "later")
+    engine._core.fetch_ahead(later, engine.now(), recorder, "later")
     engine._turn()
     engine._core.tier.restores.note_piece(1)
     assert not told
