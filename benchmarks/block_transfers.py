@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,34 +109,38 @@ def _take_bare(address: tuple[str, int], num_bytes: int) -> None:
                 left = left[count:]
 
 
-def blocks(
-    memory: NDArray[np.uint8],
-    receiver: Receiver,
-    found: list[Taken],
-    *,
-    block_bytes: int,
-    is_encrypted: bool,
-    way: Way | None = None,
-) -> None:
+class BlockSender:
     """The same of blocks of a cache, which are copied out of it, with their digests, over the connection or as `way`
-    brings them.
+    brings them. Its memory for blocks on their way is there from the first round on, as a replica's is.
     """
-    num_blocks = memory.size // block_bytes
-    layers = memory[: num_blocks * block_bytes].reshape(LAYERS, num_blocks, -1)
-    names = [KV + number.to_bytes(16, "little") for number in range(num_blocks)]
-    room, per_piece = threading.Event(), PIECE_BYTES // block_bytes
-    mover = BlockMover(None, {KV: BlockBytes(list(layers), load_library())}, way)
-    mover.start(MoverEvents(_nothing, _nothing, room.set, _nothing))
-    key, port = TransferKey.fresh(is_encrypted=is_encrypted), mover.outgoing.listen(LOOPBACK)
-    mover.outgoing.offer(1, [Taker(key)])
-    with receiver.receives(layers.nbytes, found, _take_blocks, port, key, names, layers.nbytes, way is not None):
-        for first in range(0, num_blocks, per_piece):
-            while not mover.outgoing.has_room(1):
-                room.wait()
-                room.clear()
-            numbers = range(first, min(first + per_piece, num_blocks))
-            mover.outgoing.send(1, [(names[number], number) for number in numbers])
-    mover.close()
+
+    def __init__(self, memory: NDArray[np.uint8], block_bytes: int, *, is_encrypted: bool, way: Way | None) -> None:
+        self._names = [KV + number.to_bytes(16, "little") for number in range(memory.size // block_bytes)]
+        layers = memory[: len(self._names) * block_bytes].reshape(LAYERS, len(self._names), -1)
+        self._num_bytes, self._per_piece = layers.nbytes, PIECE_BYTES // block_bytes
+        self._is_encrypted, self._is_shared = is_encrypted, way is not None
+        self._room, self._num_sent = threading.Event(), 0
+        self._mover = BlockMover(None, {KV: BlockBytes(list(layers), load_library())}, way)
+        self._mover.start(MoverEvents(_nothing, _nothing, self._room.set, _nothing))
+
+    def send(self, receiver: Receiver, found: list[Taken]) -> None:
+        outgoing, names = self._mover.outgoing, self._names
+        self._num_sent += 1
+        number, key = self._num_sent, TransferKey.fresh(is_encrypted=self._is_encrypted)
+        port = outgoing.listen(LOOPBACK)
+        outgoing.offer(number, [Taker(key)])
+        num_bytes = self._num_bytes
+        with receiver.receives(num_bytes, found, _take_blocks, port, key, names, num_bytes, self._is_shared):
+            for first in range(0, len(names), self._per_piece):
+                while not outgoing.has_room(number):
+                    self._room.wait()
+                    self._room.clear()
+                blocks = range(first, min(first + self._per_piece, len(names)))
+                outgoing.send(number, [(names[block], block) for block in blocks])
+        outgoing.send(number, ())
+
+    def close(self) -> None:
+        self._mover.close()
 
 
 def rows_alone(memory: NDArray[np.uint8], receiver: Receiver, found: list[Taken], block_bytes: int) -> None:
@@ -195,8 +200,11 @@ def main() -> None:
     targets = {"copy in memory": np.ones_like(memory), "copy into a cache": np.ones(1 << 20, np.uint8)}
     receiver, size, shared = Receiver(), arguments.block_kib << 10, SharedMemory()
 
+    senders: list[BlockSender] = []
+
     def of_blocks(*, is_encrypted: bool, way: Way | None = None) -> Callable[[list[Taken]], None]:
-        return lambda found: blocks(memory, receiver, found, block_bytes=size, is_encrypted=is_encrypted, way=way)
+        senders.append(BlockSender(memory, size, is_encrypted=is_encrypted, way=way))
+        return partial(senders[-1].send, receiver)
 
     ways: dict[str, Callable[[list[Taken]], None]] = {
         "bare socket": lambda found: bare(memory, receiver, found),
@@ -212,6 +220,8 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for name, way in ways.items():
             way(taken[name])
+    for sender in senders:
+        sender.close()
     receiver.close()
     show(taken, arguments.json)
 

@@ -26,13 +26,13 @@ from benchmarks.disk_tier import first_token
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.worker.block_hash import HashChain
 from holdfast.worker.engine.block_frames import Block
-from holdfast.worker.engine.block_mover import BlockMover
 from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
+from holdfast.worker.engine.outgoing_blocks import OutgoingBlocks
 from holdfast.worker.engine.staging import SharedMemory
 from holdfast.worker.engine.tier_mover import KV
 from holdfast.worker.replica.replica import Replica
 
-SENDING: dict[tuple[type[Any], str], str] = {(BlockMover, "send"): "copying", (BlockServer, "_serve"): "sending"}
+SENDING: dict[tuple[type[Any], str], str] = {(OutgoingBlocks, "send"): "copying", (BlockServer, "_serve"): "sending"}
 """What sending costs: copies on the thread of the steps, and the connections' threads."""
 LASTS_S = 30.0
 LOOPBACK = "127.0.0.1"

@@ -186,6 +186,8 @@ class Dispatch:
         if replica is None:
             return []
         pins = self.registry.retire(replica, is_retiring)
+        if not is_retiring:
+            self._placement.live_moves.note_stay(replica)
         return [*pins, *self._drain(replica.facts.model, now)]
 
     def replica_down(self, replica_id: str, error: HoldfastError, now: float) -> list[Action]:
@@ -193,6 +195,7 @@ class Dispatch:
         replica = self.registry.remove(replica_id, now)
         if replica is None:
             return []
+        self._placement.live_moves.note_stay(replica)
         actions: list[Action] = [*self.registry.hand_pins_on()]
         if not replica.is_retiring:
             self._note_lost(replica)
@@ -227,8 +230,8 @@ class Dispatch:
         replica = self.registry.replicas.get(replica_id)
         if replica is None:
             return []
-        for fetched in update.fetched_ahead:
-            self._placement.live_moves.note_fetched(fetched)
+        if update.fetched_ahead:
+            self._placement.live_moves.note_fetched(update.fetched_ahead)
         actions = self._step_outputs.take(replica, update, now)
         return actions + self._drain(replica.facts.model, now)
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.worker.cache.sealing import Sealer
-from holdfast.worker.engine.staging import Reader, StagedFrame, Staging
+from holdfast.worker.engine.staging import LINE_BYTES, Places, Reader, StagedFrame, Staging, lines_of
 
 LARGEST_FRAME: Final = 1 << 30  # bytes
 HEAD: Final = struct.Struct("<IQi")
@@ -87,7 +87,7 @@ class FrameSender:
         batch: list[Block] = []
         num_bytes = 0
         for block in blocks:
-            length = len(block[1]) + self._sealer.overhead
+            length = len(block[1]) + self._sealer.overhead + LINE_BYTES
             if batch and num_bytes + length > self._staging.slot_bytes:
                 yield batch
                 batch, num_bytes = [], 0
@@ -113,9 +113,11 @@ class FrameSender:
         if self._is_read:
             while len(self._slots) > MAX_SLOTS:
                 self._await_one()
-            self._connection.sendall(_head(frame.lengths, frame.slot))
+            self._connection.sendall(_head(frame.places.lengths, frame.slot))
         else:
-            _send_parts(self._connection, [_head(frame.lengths, IN_LINE), frame.memory.data])
+            parts: Record = [_head(frame.places.lengths, IN_LINE), *(record.data for record in frame.records)]
+            for first in range(0, len(parts), _MAX_PARTS):
+                _send_parts(self._connection, parts[first : first + _MAX_PARTS])
             self._staging.give_back(self._slots.pop())
 
     def _await_one(self) -> None:
@@ -148,7 +150,7 @@ class FrameMemory:
     def frame(self, num_bytes: int) -> NDArray[np.uint8]:
         """Uninitialized memory, which is free again once nothing refers to it."""
         large = next((index for index, one in enumerate(self._free) if one.size >= num_bytes), None)
-        memory = np.empty(num_bytes, np.uint8) if large is None else self._free.pop(large)
+        memory = lines_of(num_bytes) if large is None else self._free.pop(large)
         frame = memory[:num_bytes]
         weakref.finalize(frame, self._free.append, memory).atexit = False
         return frame
@@ -196,7 +198,8 @@ class FrameReceiver:
         lengths = struct.unpack(f"<{count}I", received(self._connection, 4 * count))
         if sum(lengths) != num_bytes:
             raise ValueError("the lengths of a frame are not its own")
-        frame = self._memory.frame(num_bytes)
+        places = Places.in_a_row(lengths) if slot == IN_LINE else Places.of(lengths, type(self._sealer))
+        frame = self._memory.frame(places.num_bytes)
         if slot == IN_LINE:
             come = self._come(frame.data)
         elif self._reader is None:
@@ -204,7 +207,7 @@ class FrameReceiver:
         else:
             come = self._reader.read(slot, frame)
         self._num_received += count
-        blocks = self._unsealed(names, lengths, frame.data, come)
+        blocks = self._unsealed(names, places, frame.data, come)
         if slot != IN_LINE:
             self._connection.sendall(_FREE)
         return blocks
@@ -227,17 +230,14 @@ class FrameReceiver:
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
             self._wakes_for = num_bytes
 
-    def _unsealed(
-        self, names: Sequence[bytes], lengths: Sequence[int], frame: memoryview, come: Iterator[int]
-    ) -> list[Block]:
+    def _unsealed(self, names: Sequence[bytes], places: Places, frame: memoryview, come: Iterator[int]) -> list[Block]:
         """Each record once it has come, while a core's cache has it. `come`: bytes of the frame that are there."""
         blocks: list[Block] = []
-        at = num_there = 0
-        for name, length in zip(names, lengths, strict=True):
-            while num_there < at + length:
+        num_there = 0
+        for name, first, length in zip(names, places.firsts, places.lengths, strict=True):
+            while num_there < first + length:
                 num_there = next(come)
-            blocks.append((name, np.frombuffer(self._sealer.unseal(name, frame[at : at + length]), np.uint8)))
-            at += length
+            blocks.append((name, np.frombuffer(self._sealer.unseal(name, frame[first : first + length]), np.uint8)))
         return blocks
 
 

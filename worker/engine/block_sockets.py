@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 
 from holdfast.worker.cache.sealing import KeySealer, Sealer, WrongDigestError
 from holdfast.worker.engine.block_frames import Block, FrameReceiver, FrameSender, received
-from holdfast.worker.engine.staging import Reader, StagedFrame, Staging, Way, offer_of, reader_of
+from holdfast.worker.engine.staging import LINE_BYTES, Reader, StagedFrame, Staging, Way, offer_of, reader_of
 from holdfast.worker.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ STALL_S: Final = 10.0
 """A connection on which nothing moves for so long is closed."""
 MAX_CONNECTIONS: Final = 64  # of one receiver
 
-_MAGIC: Final = b"HFB2"
+_MAGIC: Final = b"HFB3"
 _HELLO: Final = struct.Struct(f"<4s{TRANSFER_BYTES}s32s")
 _OFFER: Final = struct.Struct("<I")
 _LARGEST_OFFER: Final = 1 << 20  # bytes
@@ -132,7 +132,7 @@ class BlockServer:
 
     def frame(self, key: TransferKey, names: Sequence[bytes], row_bytes: int) -> StagedFrame | None:
         """Memory for as many of these blocks as fit, to be sent by this key and whole; None: there is none."""
-        count = self._staging.slot_bytes // (row_bytes + key.form.overhead)
+        count = (self._staging.slot_bytes - LINE_BYTES) // (row_bytes + key.form.overhead + LINE_BYTES)
         return self._staging.frame([(name, row_bytes) for name in names[:count]], key.form) if count else None
 
     def send(self, transfer: bytes, blocks: Sequence[Block] | StagedFrame) -> None:

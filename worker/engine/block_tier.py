@@ -110,13 +110,13 @@ class BlockTier:
         mover: Mover,
         shape: TierShape,
         computing_s: Callable[[int, int], float],
-        num_waiting: Callable[[Priority], int],
+        num_awaited_blocks: Callable[[Priority], int],
         can_preempt: Callable[[Priority], bool],
         pinning: Pinning,
         *,
         has_store: bool = True,
     ) -> None:
-        """`computing_s`, `num_waiting` and `can_preempt` as for `Restores`."""
+        """`computing_s`, `num_awaited_blocks` and `can_preempt` as for `Restores`."""
         self.has_store = has_store
         self.moves: set[int] = set()
         """Restores and sendings that are open; empty while there is nothing to tend without a store."""
@@ -133,7 +133,7 @@ class BlockTier:
         """Blocks of keys and values that the store has not; and states, each with the turn since when it is here."""
         self._states_to_store: OrderedDict[bytes, int] = OrderedDict()
         self._left_out: OrderedDict[bytes, None] = OrderedDict()
-        of_engine = computing_s, num_waiting, can_preempt, self.moves
+        of_engine = computing_s, num_awaited_blocks, can_preempt, self.moves
         self.restores = Restores(allocator, slots, mover, shape, self._stored, self._forget, *of_engine)
         self.sendings = Sendings(allocator.prefix_cache, slots, mover, shape, self.moves)
         self.takeover = PinTakeover(self.restores, pinning)

@@ -302,7 +302,10 @@ class Engine:
         self._deliver()
         tier = self._core.tier
         if tier is not None and (tier.has_store or tier.moves):
-            self._core.tend_tier(self._clock(), step_s)
+            # After the last step nobody waits for copies, and this thread next waits for a command.
+            busy_s = step_s if self._core.scheduler.has_work else None
+            if self._core.tend_tier(self._clock(), busy_s):
+                self._deliver()
         ended_s, num_steps = self._clock(), plan.num_steps
         self._core.note_turn(launched_s - began_s, collected_s - launched_s, ended_s - collected_s, num_steps)
         self._run_length.observe(plan, step_s)

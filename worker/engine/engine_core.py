@@ -231,21 +231,23 @@ class EngineCore:
 
     # --- below the cache ---
 
-    def tend_tier(self, now: float, step_s: float | None = None) -> None:
+    def tend_tier(self, now: float, step_s: float | None = None) -> bool:
         """Between two steps: copies blocks to the store and from it, and to other replicas and from them, and releases
-        requests whose blocks have arrived. `step_s`: seconds of the last step; None: the engine is idle.
+        requests whose blocks have arrived. `step_s`: seconds of the last step; None: the engine is idle. Whether it has
+        news that a request waits for elsewhere.
         """
         if self.tier is None:
-            return
+            return False
         if self.tier.has_store:
             self._note_cache_events()
         self.tier.sendings.advance(step_s, now)
         for attempt in self.held.has_blocks(step_s, now):
             self._release(attempt)
-        self.held.tell_fetched(self._output_queues)
+        has_news = self.held.tell_fetched(self._output_queues)
         if self.tier.has_store:
             self.tier.store_some(step_s)
         self.tier.report(self._counts)
+        return has_news
 
     def most_idle_s(self, now: float, most_s: float) -> float:
         """Seconds to wait for a command, if there is nothing to run."""

@@ -63,8 +63,8 @@ class HeldRequests:
         if listener is not None:
             self._ahead.append((restore, listener, attempt))
 
-    def tell_fetched(self, output_queues: Mapping[StepListener, OutputQueue]) -> None:
-        """Tells listeners of fetched blocks that are here, or do not come."""
+    def tell_fetched(self, output_queues: Mapping[StepListener, OutputQueue]) -> bool:
+        """Tells listeners of fetched blocks that are here, or do not come. Whether there were any."""
         still_open = []
         for one in self._ahead:
             restore, listener, attempt = one
@@ -73,7 +73,9 @@ class HeldRequests:
             elif (output_queue := output_queues.get(listener)) is not None:
                 num_tokens = restore.num_cached_tokens if isinstance(restore, Restore) else restore
                 output_queue.fetched_ahead.append(FetchedAhead(attempt, num_tokens))
+        has_told = len(still_open) < len(self._ahead)
         self._ahead = still_open
+        return has_told
 
     def has_blocks(self, step_s: float | None, now: float) -> list[Hashable]:
         """Attempts whose restores are over, or given up. `step_s` as for `Restores.advance`."""

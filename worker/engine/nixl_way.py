@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.worker.engine.staging import Reader, Staging, check_slot
+from holdfast.worker.engine.staging import Reader, Staging, check_slot, lines_of
 from holdfast.worker.errors import ConfigurationError
 
 BACKEND: Final = "UCX"
@@ -82,7 +82,7 @@ class _NixlReader:
     def __init__(self, nixl: Nixl, peer: str, address: int, slot_bytes: int, num_bytes: int) -> None:
         self._nixl, self._peer = nixl, peer
         self._address, self._slot_bytes, self._num_bytes = address, slot_bytes, num_bytes
-        self._landing = np.empty(slot_bytes, np.uint8)
+        self._landing = lines_of(slot_bytes)
         self._registered = nixl.agent.register_memory([(self._landing.ctypes.data, slot_bytes, 0, "")], _HOST_MEMORY)
 
     def read(self, slot: int, into: NDArray[np.uint8]) -> Iterator[int]:

@@ -24,8 +24,8 @@ from holdfast.worker.request import BlockSource, EngineRequest, PinnedPrefix, Pr
 
 SHARE: Final = 0.1
 """Share of the steps' time that copying blocks from the store may cost them, except for one piece each time."""
-MAX_BUDGET_S: Final = 0.1
-"""Most seconds of it that are saved up."""
+MAX_BUDGET_S: Final = 0.01
+"""Most seconds of it that are saved up: running requests wait for so long at a time."""
 FIXED_S: Final = 0.002
 """Seconds of a restore besides reading: two threads wait for each other."""
 ASKING_S: Final = 0.01
@@ -51,14 +51,15 @@ class Restores:
         stored: Set[bytes],
         lose: Callable[[bytes], None],
         computing_s: Callable[[int, int], float],
-        num_waiting: Callable[[Priority], int],
+        num_awaited_blocks: Callable[[Priority], int],
         can_preempt: Callable[[Priority], bool],
         moves: set[int],
     ) -> None:
         """`stored` are the names in the store; `lose` is called with a name that the store turns out not to have.
 
         `computing_s`: seconds to compute this many tokens of a prompt, from a position on; infinite before any
-        measurement. `num_waiting`: number of requests of a class or a better one that wait for memory or a slot.
+        measurement. `num_awaited_blocks`: most blocks that requests of a class or a better one take which wait for
+        memory or a slot; 0: none does.
         `can_preempt`: whether a request of a class could preempt a running one. `moves` has a ticket while its restore
         is open.
         """
@@ -70,7 +71,7 @@ class Restores:
         self._pieces = RestoredPieces(allocator, slots, mover, shape, lose)
         self._promises = Promises(allocator, slots, shape, stored)
         self._computing_s = computing_s
-        self._num_waiting = num_waiting
+        self._num_awaited_blocks = num_awaited_blocks
         self._can_preempt = can_preempt
         self._moves = moves
         self._restores: dict[int, Restore] = {}
@@ -135,9 +136,10 @@ class Restores:
         restore = self._promises.find(chain, token_ids, request.priority, source)
         if restore is None or restore.source is None or any(one.names[0] in restore.names for one in self._ongoing()):
             return num_here
+        restore.is_ahead = True
         if self._moving_s(restore) >= self._computing_time_s(restore) or not self._has_room(restore):
             return num_here
-        restore.tenant, restore.is_begun, restore.is_ahead = request.tenant, True, True
+        restore.tenant, restore.is_begun = request.tenant, True
         restore.computed_s = now + MAX_AHEAD_S
         self._open(restore)
         self._mover.ask(restore.ticket, source, restore.asked, self._shape.piece, MAX_AHEAD_S)
@@ -170,8 +172,12 @@ class Restores:
         restore.computed_s = now + min(MAX_HELD_S, takes_s)
 
     def _moving_s(self, restore: Restore) -> float:
-        """Seconds until it is here. Blocks of one place come one after the other."""
+        """Seconds until it is here. Blocks of one place come one after the other. Of a request that runs on meanwhile
+        only what its own blocks take counts.
+        """
         counts, source = self._mover.counts, restore.source
+        if source is not None and source.is_leaving:
+            return restore.num_bytes * (counts.copy_s_per_byte + receive_s_per_byte(counts, source.address))
         others = sum(one.num_bytes for one in self._restores.values() if (one.source is None) is (source is None))
         moving_s = counts.read_s_per_byte if source is None else receive_s_per_byte(counts, source.address)
         fixed_s = FIXED_S if source is None else ASKING_S
@@ -183,19 +189,21 @@ class Restores:
 
     def _has_room(self, restore: Restore) -> bool:
         """Whether the blocks fit beside running requests and restores that have begun, and no request or restore of its
-        class or a better one waits for room before it.
+        class or a better one waits for room before it. What is fetched ahead has to fit beside waiting requests: those
+        may have come just now.
         """
         others = [other for other in self._restores.values() if other is not restore]
         if not self._allocator.num_used and not others:
             return True
-        if self._num_waiting(restore.priority):
+        num_awaited = self._num_awaited_blocks(Priority.LOW if restore.is_ahead else restore.priority)
+        if num_awaited and not restore.is_ahead:
             return False
         begun = [other for other in others if other.is_begun]
         if any(other.order < restore.order for other in others if not other.is_begun):
             return False
         of_state = 0 if self._slots is None else self._slots.blocks_per_slot
         needed = (self._allocator.num_blocks_for(len(one.token_ids)) + of_state for one in (*begun, restore))
-        return sum(needed) <= self._allocator.num_free
+        return sum(needed) + num_awaited <= self._allocator.num_free
 
     def _is_due(self, restore: Restore, now: float) -> bool:
         """Whether it is given up, and the missing blocks are computed."""
@@ -270,7 +278,7 @@ class Restores:
             return []
         self._begin_waiting(now)
         if step_s is not None:
-            self._budget_s = min(MAX_BUDGET_S, self._budget_s + SHARE * step_s)
+            self._budget_s = min(max(MAX_BUDGET_S, SHARE * step_s), self._budget_s + SHARE * step_s)
         num_bytes = 0
         for restore in self._restores.values():
             while restore.num_ready and not restore.is_over:

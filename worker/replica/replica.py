@@ -321,7 +321,7 @@ def _put_below(engine: Engine, scheduler: Scheduler, movers: "RankMovers", tuner
         num_threads=torch.get_num_threads(),
     )
     tier = BlockTier(
-        *(*scheduler.caches, movers, shape, tuner.model.prefill_s, scheduler.num_waiting, scheduler.can_preempt),
+        *(*scheduler.caches, movers, shape, tuner.model.prefill_s, scheduler.num_awaited_blocks, scheduler.can_preempt),
         scheduler.pinning,
         has_store=movers.own.has_store,
     )

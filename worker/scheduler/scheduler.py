@@ -271,9 +271,12 @@ class Scheduler:
         """Whether any request is open, or a plan in flight must be committed."""
         return bool(self._sequences or self._in_flight)
 
-    def num_waiting(self, priority: Priority) -> int:
-        """Number of requests of this class or a better one that wait for memory or a slot."""
-        return self._queues.waiting.num_up_to(priority)
+    def num_awaited_blocks(self, priority: Priority) -> int:
+        """Most blocks that waiting requests of this class or a better one take; 0: none waits for memory or a slot."""
+        num_waiting = self._queues.waiting.num_up_to(priority)
+        if not num_waiting:
+            return 0
+        return num_waiting + self._allocator.num_blocks_for(self._queues.num_uncomputed_tokens)
 
     def can_preempt(self, priority: Priority) -> bool:
         """Whether a sequence of a worse class runs, which a request of this one may preempt."""

@@ -118,7 +118,7 @@ class SimulatedReplica(Process):
             self._mover,
             TierShape(block_bytes=shape.block_size * (shape.kv_bytes_per_token or 1), state_bytes=4),
             lambda _, num_tokens: factor * (shape.step_costs.base_s + num_tokens * shape.step_costs.token_s),
-            self.core.scheduler.num_waiting,
+            self.core.scheduler.num_awaited_blocks,
             self.core.scheduler.can_preempt,
             self.core.scheduler.pinning,
             has_store=disk is not None,

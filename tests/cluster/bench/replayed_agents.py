@@ -161,7 +161,7 @@ class Replay:
         steps.num_samples = 1
         self.tier = mover.tier = BlockTier(
             *(*self._scheduler.caches, mover, TierShape(block_bytes=BLOCK_BYTES, num_threads=2), steps.prefill_s),
-            *(self._scheduler.num_waiting, self._scheduler.can_preempt, self._scheduler.pinning),
+            *(self._scheduler.num_awaited_blocks, self._scheduler.can_preempt, self._scheduler.pinning),
         )
         self._core.put_below(self.tier)
         self._core.attach(self)

@@ -30,6 +30,11 @@ def told(core: Core, replica_id: str, attempt: int, num_tokens: int) -> list[Act
     return core._checked(core.dispatch.step(replica_id, update, core.now))
 
 
+def says(core: Core, attempt: SendSubmit, first: int, *token_ids: int) -> list[Action]:
+    """A request gets these tokens of its output, from number `first` on."""
+    return core.step(delta(attempt.attempt, first, *token_ids), replica_id=attempt.replica_id, load=FULL)
+
+
 def ahead(actions: list[Action]) -> list[SendAhead]:
     return [action for action in actions if isinstance(action, SendAhead)]
 
@@ -41,12 +46,13 @@ def test_blocks_go_first_and_the_request_runs_on_until_they_are_there():
     source = action.request.block_source
     assert source == BlockSource(f"{attempt.replica_id}:1", 53, is_computing=True, is_leaving=True)
     assert action.request.output_token_ids == (1, 2, 3)
-    step = core.step(delta(attempt.attempt, 3, 4), replica_id=attempt.replica_id, load=FULL)
+    step = says(core, attempt, 3, 4)
     assert not [one for one in step if isinstance(one, SendSubmit | SendAbort | SendAhead)], "it runs on"
-    moved = told(core, other, attempt.attempt, 48)
+    assert not told(core, other, attempt.attempt, 48), "its client waits from its next token on"
+    moved = says(core, attempt, 4, 5)
     submission = sent(moved)
     assert submission.replica_id == other
-    assert submission.request.output_token_ids == (1, 2, 3, 4)
+    assert submission.request.output_token_ids == (1, 2, 3, 4, 5)
     assert submission.request.block_source is None, "its blocks are there"
     assert [one.attempt for one in moved if isinstance(one, SendAbort)] == [attempt.attempt]
 
@@ -54,15 +60,39 @@ def test_blocks_go_first_and_the_request_runs_on_until_they_are_there():
 def test_a_replica_with_less_than_was_sent_names_the_source_again():
     core, attempt, other = running()
     retire(core, attempt.replica_id)
-    moved = sent(told(core, other, attempt.attempt, 16))
-    assert moved.request.block_source == BlockSource(f"{attempt.replica_id}:1", 53)
+    told(core, other, attempt.attempt, 16)
+    moved = sent(says(core, attempt, 3, 4))
+    assert moved.request.block_source == BlockSource(f"{attempt.replica_id}:1", 54)
 
 
-@pytest.mark.parametrize("num_tokens", [21, 48])
+@pytest.mark.parametrize("num_tokens", [22, 48])
 def test_the_last_two_blocks_are_computed(num_tokens):
     core, attempt, other = running()
     retire(core, attempt.replica_id)
-    assert sent(told(core, other, attempt.attempt, num_tokens)).request.block_source is None
+    told(core, other, attempt.attempt, num_tokens)
+    assert sent(says(core, attempt, 3, 4)).request.block_source is None
+
+
+def test_blocks_of_the_tokens_that_came_meanwhile_are_copied_too_and_only_a_few_times():
+    core, attempt, other = running()
+    retire(core, attempt.replica_id)
+    num_output = 3
+    for number in range(2, live_moves.MAX_ROUNDS + 2):
+        told(core, other, attempt.attempt, 50 + num_output)
+        actions = says(core, attempt, num_output, *range(num_output, num_output + 33))
+        num_output += 33
+        if number <= live_moves.MAX_ROUNDS:
+            (again,) = ahead(actions)
+            assert (again.replica_id, again.request.block_source.num_tokens) == (other, 50 + num_output)
+    assert (ahead(actions), sent(actions).request.block_source) == ([], None)
+
+
+def test_a_request_that_gets_no_token_moves_without_it():
+    core, attempt, other = running()
+    retire(core, attempt.replica_id)
+    told(core, other, attempt.attempt, 48)
+    core.now += live_moves.MAX_TOKEN_S + 0.1
+    assert sent(core.step(replica_id=other)).replica_id == other
 
 
 def test_a_request_waits_for_its_blocks_no_longer_than_the_limit():
@@ -94,6 +124,9 @@ def test_a_replica_that_is_called_back_keeps_its_requests():
     retire(core, attempt.replica_id)
     core.dispatch.replica_retiring(attempt.replica_id, False, core.now)
     assert not told(core, other, attempt.attempt, 48)
+    assert not says(core, attempt, 3, 4)[1:]
+    (again,) = ahead(retire(core, attempt.replica_id))
+    assert again.request.output_token_ids == (1, 2, 3, 4), "what was copied then does not count"
 
 
 def test_small_and_foreign_blocks_and_states_do_not_go_ahead():
@@ -113,18 +146,42 @@ def test_a_request_without_output_moves_at_once():
     assert (ahead(actions), sent(actions).replica_id != attempt.replica_id) == ([], True)
 
 
-def test_beyond_the_bound_requests_move_at_once_and_ended_ones_do_not_count(monkeypatch):
-    monkeypatch.setattr(live_moves, "MAX_COPIES", 1)
-    core, attempt, other = running()
-    retire(core, other)
-    second = sent(core.submit("two", num_prompt_tokens=50))
-    core.dispatch.replica_retiring(other, False, core.now)
-    core.step(delta(second.attempt, 0, 1), replica_id=second.replica_id, load=FULL)
-    actions = retire(core, attempt.replica_id)
-    assert [one.attempt for one in ahead(actions)] == [attempt.attempt]
-    assert sent(actions).request.output_token_ids == (1,)
-    core.step(delta(attempt.attempt, 3, 4, finish=FinishReason.STOP), replica_id=attempt.replica_id)
-    core.dispatch.replica_retiring(attempt.replica_id, False, core.now)
-    moved = sent(actions)
-    core.step(delta(moved.attempt, 1, 5), replica_id=other, load=FULL)
-    assert [one.attempt for one in ahead(retire(core, other))] == [moved.attempt]
+def several(num_requests: int, bytes_per_token: int = MIB) -> tuple[Core, dict[int, SendSubmit], str]:
+    """Requests with three tokens of output on one replica, by their attempts, and the replica without them."""
+    core = Core()
+    up(core, "a", kv_bytes_per_token=bytes_per_token)
+    attempts = [sent(core.submit(f"one{number}", num_prompt_tokens=50)) for number in range(num_requests)]
+    for attempt in attempts:
+        core.step(delta(attempt.attempt, 0, 1, 2, 3), replica_id="a", load=FULL)
+    up(core, "b", kv_bytes_per_token=bytes_per_token)
+    return core, {one.attempt: one for one in attempts}, "b"
+
+
+def test_few_requests_are_copied_at_a_time_and_the_others_as_far_as_they_have_come_by_then():
+    core, attempts, other = several(4)
+    first, second, third, fourth = attempts
+    actions = retire(core, "a")
+    assert [one.attempt for one in ahead(actions)] == [first, second]
+    assert not [one for one in actions if isinstance(one, SendSubmit | SendAbort)], "all run on"
+    assert not says(core, attempts[third], 3, 4)[1:], "it runs on"
+    told(core, other, first, 48)
+    moved = says(core, attempts[first], 3, 4)
+    assert sent(moved).request.request_id == "one0"
+    (begun,) = ahead(moved)
+    assert (begun.attempt, begun.request.output_token_ids) == (third, (1, 2, 3, 4))
+    ended = core.step(delta(second, 3, 4, finish=FinishReason.STOP), replica_id="a", load=FULL)
+    assert [one.attempt for one in ahead(ended)] == [fourth], "a request that has ended counts no longer"
+
+
+def test_more_are_copied_at_a_time_while_all_are_moved_soon():
+    kib_160 = MIB * 5 // 32  # a request takes 9 ms, and what is in use 23
+    core, attempts, _ = several(5, kib_160)
+    assert [one.attempt for one in ahead(retire(core, "a"))] == list(attempts)[:3]
+
+
+def test_those_that_were_not_copied_in_time_move_with_the_blocks_that_are_there():
+    core, _, other = several(4)
+    retire(core, "a")
+    core.now += live_moves.MAX_COPY_S + 0.1
+    moved = [one for one in core.step(replica_id="a", load=FULL) if isinstance(one, SendSubmit)]
+    assert [(one.replica_id, one.request.block_source is None) for one in moved] == [(other, False)] * 4

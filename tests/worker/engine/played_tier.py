@@ -104,7 +104,7 @@ class Played:
             self.mover,
             shape,
             lambda *_: self.computing_s,
-            scheduler.num_waiting,
+            scheduler.num_awaited_blocks,
             scheduler.can_preempt,
             scheduler.pinning,
         )

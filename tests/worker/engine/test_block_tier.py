@@ -150,9 +150,9 @@ def test_beside_a_worse_class_nobody_waits_for_room_longer_than_computing_takes(
     small.core.commit(plan, small._runner.run(plan), 0.01)
     small.core.tend_tier(small.computing_s - 0.1, 0.01)
     assert not small.mover.fetched
-    assert small.core.scheduler.num_waiting(Priority.NORMAL) == 0
+    assert small.core.scheduler.load().num_waiting == 0
     small.core.tend_tier(small.computing_s + 0.1, 0.01)
-    assert small.core.scheduler.num_waiting(Priority.NORMAL) == worse_runs
+    assert small.core.scheduler.load().num_waiting == worse_runs
     small.run()
     if not worse_runs:
         bring(small)
@@ -184,7 +184,7 @@ def test_a_restore_waits_behind_requests_of_its_class_and_better_ones_alone(prio
     for name in ("running", "waiting"):
         played.submit(name, (90, 91, 92))
     assert played.core.scheduler.plan() is not None
-    assert played.core.scheduler.num_waiting(Priority.NORMAL) == 1
+    assert played.core.scheduler.load().num_waiting == 1
     played.submit("a", priority=priority)
     assert (1 in played.mover.fetched) != waits
 

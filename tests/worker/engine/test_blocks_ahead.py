@@ -1,12 +1,17 @@
 """Blocks of a prompt that another replica computes meanwhile: they are asked for ahead of the request."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
 
 from holdfast.worker.engine import sendings as sendings_module
-from holdfast.worker.engine.tier_mover import Place
-from holdfast.worker.request import EngineRequest
+from holdfast.worker.engine.block_tier import BlockTier
+from holdfast.worker.engine.tier_mover import Place, TierShape
+from holdfast.worker.request import BlockSource, EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
-from tests.worker.engine.played_tier import BLOCK_BYTES, PROMPT, Played, finished
+from tests.worker.engine.engines import make_engine, make_request
+from tests.worker.engine.played_tier import BLOCK_BYTES, PROMPT, Played, PlayedMover, finished
 from tests.worker.engine.test_sendings import THERE, begin, full
 
 __all__ = ["full"]  # a fixture
@@ -20,13 +25,19 @@ def fetched(played: Played) -> list[tuple[str, int]]:
     return [tuple(one) for update in played.listener.updates for one in update.fetched_ahead]
 
 
-def told_ahead(played: Played, name: str, prompt: Sequence[int] = PROMPT, output: Sequence[int] = ()) -> None:
+def told_ahead(
+    played: Played,
+    name: str,
+    prompt: Sequence[int] = PROMPT,
+    output: Sequence[int] = (),
+    source: BlockSource = COMPUTING,
+) -> None:
     request = EngineRequest(
         request_id=name,
         prompt_token_ids=tuple(prompt),
         output_token_ids=tuple(output),
         sampling_params=SamplingParams(max_tokens=20, seed=1),
-        block_source=COMPUTING,
+        block_source=source,
     )
     played.core.fetch_ahead(request, 0.0, played.listener, name)
 
@@ -155,3 +166,43 @@ def test_what_comes_ahead_is_left_where_it_has_no_room_and_ends_by_itself():
     small.core.scheduler.plan()
     ahead(small)
     assert list(small.mover.asked) == [1]
+
+
+def test_what_comes_ahead_needs_room_beside_waiting_requests_and_does_not_wait_for_them():
+    played = Played()
+    played.submit("just now", tuple(range(40, 60)))
+    ahead(played)
+    assert list(played.mover.asked) == [1]
+    for num_blocks, is_asked in ((17, False), (18, True)):
+        small = Played(num_blocks=num_blocks)
+        small.submit("running", (90, 91, 92))
+        assert small.core.scheduler.plan() is not None
+        small.submit("just now", tuple(range(40, 65)))
+        ahead(small)  # nine blocks, beside one that is used and the seven of the other, and one for each that waits
+        assert bool(small.mover.asked) == is_asked
+
+
+@pytest.mark.parametrize("runs_on", [False, True])
+def test_what_others_fetch_counts_unless_the_request_runs_on_meanwhile(runs_on):
+    played = Played(computing_s=0.04)
+    told_ahead(played, "other", tuple(range(100, 150)))  # twelve blocks in 34 ms
+    told_ahead(played, "a", source=COMPUTING._replace(is_leaving=runs_on))  # eight in 26, behind them in 50
+    assert (len(played.mover.asked) == 2) == runs_on
+
+
+def test_who_waits_for_blocks_is_told_of_them_at_once_and_not_after_the_next_step():
+    engine, _, recorder = make_engine(is_started=False)
+    mover, scheduler = PlayedMover(), engine._core.scheduler
+    of_scheduler = lambda *_: 1.0, scheduler.num_awaited_blocks, scheduler.can_preempt, scheduler.pinning
+    engine.tier.put_below(BlockTier(*scheduler.caches, mover, TierShape(block_bytes=1), *of_scheduler, has_store=False))
+    told: list[object] = []
+    recorder.on_update = lambda update: told.extend(one.attempt for one in update.fetched_ahead)
+    engine.submit(make_request("runs"), recorder)
+    engine._take_commands()
+    later = replace(make_request("later", range(20)), block_source=COMPUTING)
+    engine._core.fetch_ahead(later, engine.now(), recorder, "later")
+    engine._turn()
+    engine._core.tier.restores.note_piece(1)
+    assert not told
+    engine._turn()
+    assert told == ["later"]

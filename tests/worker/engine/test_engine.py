@@ -267,7 +267,7 @@ def test_a_request_that_waits_for_blocks_is_work_and_the_engine_shows_that_it_li
     engine, _, recorder = make_engine(is_started=False)
     mover, scheduler = PlayedMover(), engine._core.scheduler
     shape = TierShape(block_bytes=1)
-    of_scheduler = lambda *_: 1e9, scheduler.num_waiting, scheduler.can_preempt, scheduler.pinning
+    of_scheduler = lambda *_: 1e9, scheduler.num_awaited_blocks, scheduler.can_preempt, scheduler.pinning
     engine.tier.put_below(BlockTier(*scheduler.caches, mover, shape, *of_scheduler, has_store=False))
     engine.start()
     try:

@@ -4,11 +4,16 @@ from collections.abc import Sequence
 
 import pytest
 
+from holdfast.worker.cache.prefix_cache import HashChain
 from holdfast.worker.engine import restores
 from holdfast.worker.engine import sendings as sendings_module
+from holdfast.worker.engine.block_tier import BlockTier
+from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.restore import Expected
+from holdfast.worker.engine.tier_mover import KV, TierShape
 from holdfast.worker.request import BlockSource
-from tests.worker.engine.played_tier import BLOCK_BYTES, PROMPT, Played, finished
+from tests.worker.engine.engines import BLOCK_SIZE, make_engine, make_request
+from tests.worker.engine.played_tier import BLOCK_BYTES, PROMPT, Played, PlayedMover, finished
 
 THERE = BlockSource("there:1", 1000)
 
@@ -27,7 +32,37 @@ def begin(played: Played, names: Sequence[bytes] | None = None, now: float = 0.0
     return played.tier.sendings.begin(played.names() if names is None else names, now, **times)
 
 
+def engine_with(mover: PlayedMover, block_bytes: int) -> Engine:
+    engine, _, recorder = make_engine(is_started=False)
+    scheduler = engine._core.scheduler
+    tier = BlockTier(
+        *scheduler.caches,
+        mover,
+        TierShape(block_bytes=block_bytes),
+        lambda *_: 1e9,
+        scheduler.num_awaited_blocks,
+        scheduler.can_preempt,
+        scheduler.pinning,
+        has_store=False,
+    )
+    engine.tier.put_below(tier)
+    engine.submit(make_request("computed", range(20), max_tokens=3), recorder)
+    engine._take_commands()
+    return engine
+
+
 # --- what goes ---
+
+
+def test_after_the_last_step_an_engine_sends_the_rest_before_it_waits_for_a_command():
+    mover = PlayedMover()
+    engine = engine_with(mover, block_bytes=10**9)  # no step pays for one
+    name = KV + HashChain("").hash_of(0, range(20), BLOCK_SIZE)
+    engine._core.tier.sendings.begin([name], engine.now(), 60.0, waits=True)
+    while engine._core.scheduler.has_work:
+        assert not mover.sent
+        engine._turn()
+    assert mover.sent == {1: [name]}
 
 
 def test_an_idle_replica_sends_all_that_is_asked_for_in_order(full):

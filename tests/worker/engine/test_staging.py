@@ -5,18 +5,18 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
-from holdfast.worker.cache.sealing import WrongDigestError
+from holdfast.worker.cache.sealing import Sealer, WrongDigestError
 from holdfast.worker.engine import nixl_way
-from holdfast.worker.engine.block_frames import MAX_SLOTS, Block, FrameSender
+from holdfast.worker.engine.block_frames import MAX_SLOTS, Block, FrameReceiver, FrameSender
 from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
 from holdfast.worker.engine.nixl_way import Nixl
-from holdfast.worker.engine.staging import SLOT_BYTES, SharedMemory, StagedFrame, Staging, Way
+from holdfast.worker.engine.staging import LINE_BYTES, SLOT_BYTES, SharedMemory, StagedFrame, Staging, Way
 from holdfast.worker.errors import ConfigurationError
 from tests import fake_nixl
 
@@ -228,6 +228,40 @@ def test_no_more_slots_are_held_than_a_connection_may(monkeypatch):
     with sent(shared_memory(monkeypatch)) as (found, _, _):
         assert found == expected()
     assert max(held) == MAX_SLOTS
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_rows_in_a_slot_and_where_they_are_read_begin_at_a_cache_line(is_encrypted, monkeypatch):
+    places: list[int] = []
+    monkeypatch.setattr(Staging, "frame", noted_rows(Staging.frame, places))
+    blocks = [(name, row[: ROW_BYTES - 7 * number]) for number, (name, row) in enumerate(BLOCKS)]
+    into: list[int] = []
+    receive = FrameReceiver.next
+
+    def noted_next(self: FrameReceiver) -> list[Block] | None:
+        came = receive(self)
+        into.extend(row.ctypes.data for _, row in came or ())
+        return came
+
+    monkeypatch.setattr(FrameReceiver, "next", noted_next)
+    with sent(shared_memory(monkeypatch), blocks, is_encrypted=is_encrypted) as (found, error, _):
+        assert (found, error) == (expected(blocks), None)
+    assert len(places) == len(into) == len(blocks)
+    assert not any(address % LINE_BYTES for address in (*places, *into))
+
+
+def noted_rows(
+    frame: Callable[..., StagedFrame | None], found: list[int]
+) -> Callable[[Staging, Sequence[tuple[bytes, int]], type[Sealer]], StagedFrame | None]:
+    """Makes frames, and notes the addresses of their rows."""
+
+    def noted(self: Staging, blocks: Sequence[tuple[bytes, int]], form: type[Sealer]) -> StagedFrame | None:
+        made = frame(self, blocks, form)
+        assert made is not None
+        found.extend(row.ctypes.data for row in made.rows)
+        return made
+
+    return noted
 
 
 def staged(server: BlockServer, key: TransferKey) -> StagedFrame:

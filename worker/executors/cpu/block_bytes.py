@@ -1,6 +1,6 @@
 """Bytes of blocks and states in a CPU's caches, to be copied elsewhere and back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import CDLL
 
 import numpy as np
@@ -11,11 +11,14 @@ from holdfast.worker.executors.block_layout import Bytes
 class BlockBytes:
     """A pool of blocks whose layers lie apart: one row of bytes for each block, its layers one after the other."""
 
-    def __init__(self, layers: Sequence[Bytes], library: CDLL) -> None:
-        """Takes the bytes of each layer [num_blocks, bytes of a block], as they lie in memory."""
+    def __init__(self, layers: Sequence[Bytes], library: CDLL, on_write: Callable[[int], None] | None = None) -> None:
+        """Takes the bytes of each layer [num_blocks, bytes of a block], as they lie in memory. `on_write` is told the
+        last block that was written, each time.
+        """
         self._layers = [layer for layer in layers if layer.shape[1]]
         assert all(layer.flags.c_contiguous for layer in self._layers), "blocks of a layer lie one after the other"
         self._library = library
+        self._on_write = on_write
         self._num_blocks = min(len(layer) for layer in layers) if layers else None
         self._memories = np.array([(layer.ctypes.data, layer.shape[1]) for layer in self._layers], np.int64)
         self.row_bytes = sum(layer.shape[1] for layer in self._layers)
@@ -29,6 +32,8 @@ class BlockBytes:
     def write(self, block_ids: Sequence[int], rows: Sequence[Bytes]) -> None:
         """Overwrites the content of these blocks with rows of `row_bytes`. The ids differ from each other."""
         self._copy(block_ids, rows, to_rows=False)
+        if self._on_write is not None and block_ids:
+            self._on_write(max(block_ids))
 
     def _copy(self, block_ids: Sequence[int], rows: Sequence[Bytes], *, to_rows: bool) -> None:
         ids = np.array(block_ids, np.int64)

@@ -104,8 +104,8 @@ class TiledCache:
             memories, self._layers = _in_one_memory(specs, num_blocks, block_size, form, window)
         self._memories = memories
         self.ahead = KvPrefault(memories)
-        """Follows the steps."""
-        self.bytes = BlockBytes([_rows(memory) for memory in memories], library)
+        """Follows the steps, and blocks that come from elsewhere."""
+        self.bytes = BlockBytes([_rows(memory) for memory in memories], library, self.ahead.note_use)
         """Blocks, to be copied elsewhere and back."""
         order = blake2b(places.numpy().tobytes(), digest_size=8).hexdigest()
         self.form = f"{kept} {block_size} {order} {specs}"

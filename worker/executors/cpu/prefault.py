@@ -17,7 +17,7 @@ from holdfast.worker.executors.step_batch import IntArray
 
 LARGE_PAGE: Final = 2 << 20  # bytes of a huge page of x86-64
 AHEAD_BYTES: Final = 4 * LARGE_PAGE
-"""Bytes of each layer that have their memory beyond the last block that a step has used, unless all of it is wanted."""
+"""Bytes of each layer that have their memory beyond the last block that was used, unless all of it is wanted."""
 QUIET_S: Final = 0.02
 """A pause of steps that is longer than those between the steps of a burst."""
 
@@ -80,7 +80,7 @@ class KvPrefault:
         self._in_step = False
         self._last_step_s = clock()
         self._used = 0
-        """Blocks up to the last one that a step has used."""
+        """Blocks up to the last one that was used."""
         self._ahead_bytes = AHEAD_BYTES
         self._more = threading.Event()
         self._closed = threading.Event()
@@ -103,6 +103,10 @@ class KvPrefault:
         """The step used blocks up to this one."""
         self._in_step = False
         self._last_step_s = self._clock()
+        self.note_use(last_block)
+
+    def note_use(self, last_block: int) -> None:
+        """Blocks up to this one are used."""
         if last_block >= self._used:
             self._used = last_block + 1
             self._more.set()

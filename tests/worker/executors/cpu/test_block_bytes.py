@@ -34,7 +34,9 @@ def test_rows_go_where_they_are_written():
     layers, others = layers_of(0), layers_of(1)
     before = [block(layers, number) for number in range(NUM_BLOCKS)]
     rows = list(BlockBytes(others, load_library()).read([3, 7, 0]))
-    BlockBytes(layers, load_library()).write([5, 1, 8], rows)
+    written: list[int] = []
+    BlockBytes(layers, load_library(), written.append).write([5, 8, 1], [rows[0], rows[2], rows[1]])
+    assert written == [8], "the last one"
     for number in range(NUM_BLOCKS):
         of = {5: 3, 1: 7, 8: 0}.get(number)
         assert block(layers, number) == (before[number] if of is None else block(others, of))

@@ -83,6 +83,15 @@ def test_while_steps_run_only_the_next_page_is_asked_for(kernel: Kernel, ahead: 
     assert kernel.next() == (8, 12)
 
 
+def test_blocks_that_are_used_without_a_step_count(kernel: Kernel, ahead: KvPrefault, clock: Clock) -> None:
+    ahead.begin_step()
+    assert [kernel.next() for _ in range(2)] == [(0, 4)] * 2
+    ahead.note_use(last_block=3)
+    assert [kernel.next() for _ in range(2)] == [(4, 8)] * 2
+    with pytest.raises(queue.Empty):
+        kernel.asked.get(timeout=0.1)
+
+
 def test_the_last_blocks_are_the_end(kernel: Kernel, ahead: KvPrefault, clock: Clock) -> None:
     ahead.end_step(last_block=63)
     clock.now += 1
