@@ -61,7 +61,8 @@ bool product_tasks(holdfast::Run& run, int threads, const Packed<W>& w, int begi
     Scratch& own = scratch();
     int first_row = task / runs * chunk, count = std::min(chunk, num_rows - first_row);
     int group = begin + order.run_of(task) * each, later = task + threads;
-    int next = later < num_tasks ? begin + order.run_of(later) * each : -1;  // of this thread's next task, if all are as fast
+    int next =
+        later < num_tasks ? begin + order.run_of(later) * each : -1;  // of this thread's next task, if all are as fast
     InputRows<W> input = input_rows<W>(own, w, rows + first_row * stride, stride, count, call);
     for (int g = group, end = std::min(group + each, last); g < end; g++) {
       const int after = g + 1 < end ? g + 1 : next;
