@@ -34,7 +34,7 @@ def start(peer: Peer, folders: Folders, model: str, ours: Mapping[str, object], 
     settings = {**SETTINGS, "num_threads": num_cpus(), **peer.settings, "ours": dict(ours)}
     python = folders.python(peer.environment) if environment else sys.executable
     command = [python, DRIVERS / peer.driver, path, json.dumps(settings)]
-    return Server(peer.name, command, _variables(peer, folders), log)
+    return Server(peer.name, command, variables_of(peer, folders), log)
 
 
 def reason_to_leave_out(peer: Peer, folders: Folders, model: str) -> str:
@@ -51,8 +51,8 @@ def reason_to_leave_out(peer: Peer, folders: Folders, model: str) -> str:
     return str(report.get("failed", ""))
 
 
-def _variables(peer: Peer, folders: Folders) -> dict[str, str]:
-    """Those of this process without what would lead astray, and the peer's own."""
+def variables_of(peer: Peer, folders: Folders) -> dict[str, str]:
+    """Environment variables of its driver: those of this process without what would lead astray, and the peer's own."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
     facts = {
         "cpus": f"0-{num_cpus() - 1}",

@@ -141,6 +141,13 @@ PEERS: Final = {
             preload=_OPENMP,
         ),
         Peer(
+            name="vllm-pooling",  # vectors of prompts: `benchmarks.embeddings` alone asks for them
+            environment="vllm",
+            driver="vllm_pooling_driver.py",
+            variables={**_VLLM, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            preload=_OPENMP,
+        ),
+        Peer(
             name="openvino-bf16kv",  # the KV cache as precise as the others': its default is u8
             environment="openvino",
             driver="openvino_driver.py",

@@ -354,8 +354,8 @@ class InferenceEngine:
         key = (lora.lora_name, lora.lora_int_id, lora.lora_path)
         adapter = None if lora.load_inplace else self._adapters.get(key)
         if adapter is None:
-            read = replica.read_adapter if lora.load_inplace else Adapter.in_folder
-            adapter = self._adapters[key] = read(lora.lora_name, lora.lora_path)
+            adapter = replica.read_adapter(lora.lora_name, lora.lora_path, replaces=lora.load_inplace)
+            self._adapters[key] = adapter
             router.add_adapter(adapter)
         return adapter.key
 

@@ -281,6 +281,10 @@ def test_what_is_not_pooled_here_is_refused_by_name(folder, tmp_path, modules, p
     ("config", "words"),
     [
         ({"model_type": "bert", "architectures": ["BertModel"]}, "model type 'bert' .* it is an encoder"),
+        (
+            {"model_type": "modernbert", "architectures": ["ModernBertModel"]},
+            "model type 'modernbert' .* it is an encoder",
+        ),
         ({"model_type": "xlm-roberta", "architectures": ["XLMRobertaForSequenceClassification"]}, "it is an encoder"),
         ({"model_type": "falcon", "architectures": ["FalconModel"]}, "not among the decoder families"),
     ],

@@ -40,6 +40,10 @@ class _Begun(NamedTuple):
     future: "Future[PackedAdapter] | None"
     """None: it was fetched."""
 
+    @property
+    def is_in_work(self) -> bool:
+        return self.future is not None and not self.future.done()
+
 
 def _marks(name: str, path: str) -> tuple[object, ...]:
     """Marks of a folder's files, which change with them. Raises `ConfigurationError`."""
@@ -79,14 +83,16 @@ class RankAdapters:
         self._loads: dict[int, Future[PackedAdapter]] = {}
         self._begun: _Begun | None = None
 
-    def begin(self, name: str, path: str) -> Adapter:
+    def begin(self, name: str, path: str, *, replaces: bool = True) -> Adapter:
         """The adapter that lies in a folder now. If its files have changed since the last call, begins to pack and
         prove it on a thread, from the bytes of its digest, so that `fetch` does not read it again; not where there are
-        other ranks, for which all would have to wait. Raises `ConfigurationError` where it cannot be read; the request
-        for it is refused for other faults.
+        other ranks, for which all would have to wait, and where it does not replace one not while another is in work:
+        many new ones come at a time. Raises `ConfigurationError` where it cannot be read; the request for it is refused
+        for other faults.
         """
         marks, begun = _marks(name, path), self._begun
-        if self._group.size > 1 or (begun is not None and begun.marks == marks):
+        is_known = begun is not None and begun.marks == marks
+        if self._group.size > 1 or is_known or (begun is not None and begun.is_in_work and not replaces):
             return Adapter.in_folder(name, path)
         try:
             folder = self._places.named(read_adapter(name, path))

@@ -6,7 +6,7 @@ from typing import Any
 
 from line_server import Generate, Output, Prompts, Sampling, serve, split_at
 
-from holdfast import LLM, SamplingParams, StructuredOutputs
+from holdfast import LLM, LoRARequest, SamplingParams, StructuredOutputs
 from holdfast.worker.executors.cpu import library
 
 
@@ -15,6 +15,9 @@ def load(model: str, settings: dict[str, Any]) -> Generate:
     if (chosen := ours.pop("instruction_class", None)) is not None:
         library.runnable_classes = lambda: [chosen]
     shared = {name: settings[name] for name in ("dtype", "max_model_len", "max_num_seqs", "num_threads")}
+    adapters = [LoRARequest(str(at), at, path) for at, path in enumerate(settings.get("adapters", ()), 1)]
+    if adapters:
+        ours |= {"enable_lora": True, "max_loras": len(adapters)}
     llm = LLM(model, **{**shared, "kv_cache_memory": settings["kv_cache_bytes"], **ours})
 
     def generate(prompts: Prompts, max_tokens: int, split: bool, sampling: Sampling) -> Output:
@@ -25,7 +28,9 @@ def load(model: str, settings: dict[str, Any]) -> Generate:
         params = [plain.with_changes(seed=seed, **given) if given else plain for seed in range(len(prompts))]
         if split:
             return _watched(llm, prompts, params)
-        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        loras = [adapters[at % len(adapters)] for at in range(len(prompts))] if adapters else None
+        asked = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = llm.generate(asked, params, use_tqdm=False, lora_request=loras)
         return Output([list(output.outputs[0].token_ids) for output in outputs], {})
 
     return generate

@@ -4,10 +4,13 @@ from typing import Any
 
 from line_server import Generate, Output, Prompts, Sampling, serve, split_at
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 
 
 def load(model: str, settings: dict[str, Any]) -> Generate:
+    adapters = [LoRARequest(str(at), at, path) for at, path in enumerate(settings.get("adapters", ()), 1)]
+    lora = {"enable_lora": True, "max_loras": len(adapters), "max_lora_rank": settings["rank"]} if adapters else {}
     llm = LLM(
         model=model,
         dtype=settings["dtype"],
@@ -15,6 +18,7 @@ def load(model: str, settings: dict[str, Any]) -> Generate:
         max_num_seqs=settings["max_num_seqs"],
         disable_log_stats=False,  # it tells when first tokens came
         seed=0,
+        **lora,
     )
 
     def generate(prompts: Prompts, max_tokens: int, split: bool, sampling: Sampling) -> Output:
@@ -27,7 +31,9 @@ def load(model: str, settings: dict[str, Any]) -> Generate:
             SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed if sampling else None, **given)
             for seed in range(len(prompts))
         ]
-        outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
+        loras = [adapters[at % len(adapters)] for at in range(len(prompts))] if adapters else None
+        asked = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+        outputs = llm.generate(asked, params, use_tqdm=False, lora_request=loras)
         return Output([list(output.outputs[0].token_ids) for output in outputs], _parts(outputs))
 
     return generate

@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -82,6 +83,20 @@ def test_files_that_have_not_changed_are_packed_once(base, loads, tmp_path):
     assert loads._begun is begun
     assert loads.begin("b", str(folder)).digest == adapter.digest
     assert loads._begun is not begun
+
+
+def test_of_new_ones_one_is_begun_at_a_time(base, loads, tmp_path):
+    folder, other = save_adapter(base, tmp_path / "a"), save_adapter(base, tmp_path / "b", seed=1)
+    loads.begin("a", str(folder), replaces=False)
+    loads._begun = begun = loads._begun._replace(future=Future())
+    assert loads.begin("b", str(other), replaces=False).digest != begun.digest
+    assert loads._begun is begun
+    begun.future.set_result(None)
+    adapter = loads.begin("b", str(other), replaces=False)
+    assert loads._begun.digest == adapter.digest, "what was begun is done"
+    loads._begun = loads._begun._replace(future=Future())
+    replacing = loads.begin("a", str(folder))
+    assert loads._begun.digest == replacing.digest, "a replacement is begun whatever is in work"
 
 
 def test_what_was_begun_for_other_weights_is_not_used(base, loads, tmp_path):

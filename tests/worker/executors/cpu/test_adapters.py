@@ -120,6 +120,19 @@ def test_alone_in_company_and_in_chunks(tiny, dtype):
     runner.close(), plain.close()
 
 
+def test_groups_that_threads_share_unevenly(tmp_path):
+    """Seven groups of an MLP's inner outputs: none is left out, whichever thread takes it."""
+    base = save_tiny_model("llama", tmp_path / "base", intermediate_size=7 * 32)
+    adapter = save_adapter(base, tmp_path / "adapter")
+    found = []
+    for threads in (1, 2, 3):
+        runner = Adapted(stated(base, dtype="bfloat16"), threads=threads).put(base, adapter)
+        found.append(runner.alone(1, chunks=(1, 30)))
+        runner.close()
+    assert same_bits(found[0], found[1])
+    assert same_bits(found[0], found[2])
+
+
 def test_the_wanted_rows_alone_and_several_steps(tiny):
     base, adapters = tiny
     runner = Adapted(stated(base, dtype="bfloat16"), num_blocks=64).put(base, *adapters)

@@ -35,6 +35,18 @@ void put_aside(Scratch& own, const AddedRows& added, int first_row, int count, i
     if (g >= 0) fetch_adapted<W>(added, first_row, g, count, *own.aside);
 }
 
+// Which run of groups a task is. With adapters each thread has neighbouring runs, if all are as fast: of a run each
+// adapter has little, so that what one thread reads would else alternate with what the other does.
+struct RunOrder {
+  int runs, threads;
+  bool is_apart;
+  int run_of(int task) const {
+    if (!is_apart) return task % runs;
+    const int thread = task % threads;
+    return thread * (runs / threads) + std::min(thread, runs % threads) + task / threads;
+  }
+};
+
 // Calls `out(group, first row, rows, sums [rows][64])` for groups [begin, last) and all rows of a product. `call` numbers
 // it (`input_rows`); `scratch()` is the memory of the thread that calls it, in a task. `added`: adapters of rows; or null.
 template <class W, class ScratchOf, class Out>
@@ -44,11 +56,13 @@ bool product_tasks(holdfast::Run& run, int threads, const Packed<W>& w, int begi
   const int chunk = rows_per_task(w, num_rows), chunks = (num_rows + chunk - 1) / chunk;
   const int each = groups_per_task(w, last - begin, num_rows, chunks, threads), runs = (last - begin + each - 1) / each;
   const int num_tasks = chunks * runs;
+  const RunOrder order = {runs, threads, added && chunks == 1};
   return holdfast::tasks(run, num_tasks, [&](int task) {
     Scratch& own = scratch();
     int first_row = task / runs * chunk, count = std::min(chunk, num_rows - first_row);
-    int group = begin + task % runs * each, later = task + threads;
-    int next = later < num_tasks ? begin + later % runs * each : -1;  // of this thread's next task, if all are as fast
+    int group = begin + order.run_of(task) * each, later = task + threads;
+    int next =
+        later < num_tasks ? begin + order.run_of(later) * each : -1;  // of this thread's next task, if all are as fast
     InputRows<W> input = input_rows<W>(own, w, rows + first_row * stride, stride, count, call);
     for (int g = group, end = std::min(group + each, last); g < end; g++) {
       const int after = g + 1 < end ? g + 1 : next;
