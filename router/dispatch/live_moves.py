@@ -58,7 +58,7 @@ class _Leaving:
     is_quick: bool
     """Whether all of its blocks are moved so soon that none goes ahead."""
     copies: dict[int, _Copy] = field(default_factory=dict)
-    """By the attempts that run meanwhile."""
+    """Copies by the attempts that run meanwhile."""
 
     def is_full(self, replica: ReplicaState) -> bool:
         """Whether a further request waits until one of those that are copied has moved."""

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.worker.errors import ConfigurationError, ReplicaError
-from holdfast.worker.executors.cpu.build import CLASSES, NoCompilerError, compile_libraries, digest, is_current
+from holdfast.worker.executors.cpu.build import (
+    CLASSES,
+    IN_SOFTWARE,
+    NoCompilerError,
+    compile_libraries,
+    digest,
+    is_current,
+)
 from holdfast.worker.executors.cpu.linear_structures import NativeAdapted, NativeLinear, NativeLowRank, NativeUnits
 from holdfast.worker.executors.cpu.model_structures import NativeModel
 from holdfast.worker.executors.cpu.step_structures import (
@@ -134,7 +141,7 @@ def path_of(name: str) -> Path:
         if not is_current(path):
             logger.info("compiling the native executor (%s), once on this machine", name)
             try:
-                compile_libraries(folder, [name])
+                compile_libraries(folder, list(IN_SOFTWARE) if name in IN_SOFTWARE else [name])
             except NoCompilerError as error:
                 raise Unavailable(f"no native library for this CPU: {error}") from error
     return path
