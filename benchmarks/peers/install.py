@@ -130,6 +130,7 @@ def _make(environment: Environment, folders: Folders) -> None:
         _run([*pip, "install", environment.torch], log)
         constraints.write_text(f"torch=={_version_of('torch', python)}\n")
     source = [f"--no-binary={name}" for name in environment.from_source]
+    source += ["--no-cache-dir"] if source else []  # which has what another environment compiled with other flags
     command = [*pip, "install", "-c", constraints, *source, *environment.requirements]
     _run(command, log, variables=environment.build_variables)
     if environment.unwanted:

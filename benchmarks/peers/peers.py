@@ -52,6 +52,8 @@ class Peer:
     """Name of the peer that does the same offline, of a server that is asked over a network."""
 
 
+_AVX2_ALONE: Final = "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF"
+
 ENVIRONMENTS: Final = {
     environment.name: environment
     for environment in (
@@ -82,6 +84,15 @@ ENVIRONMENTS: Final = {
             requirements=("llama-cpp-python==0.3.36", "gguf", "numpy"),
             from_source=("llama-cpp-python",),
             build_variables={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"},  # half of what there is to compile, and not used
+            probe="llama_cpp",
+            form="gguf",
+            converter="llamacpp_convert.py",
+        ),
+        Environment(
+            name="llamacpp-avx2",
+            requirements=("llama-cpp-python==0.3.36", "gguf", "numpy"),
+            from_source=("llama-cpp-python",),
+            build_variables={"CMAKE_ARGS": f"-DLLAVA_BUILD=OFF {_AVX2_ALONE}"},
             probe="llama_cpp",
             form="gguf",
             converter="llamacpp_convert.py",
@@ -152,6 +163,9 @@ PEERS: Final = {
             environment="openvino",
             driver="openvino_driver.py",
             settings={"kv_precision": "bf16"},
+        ),
+        Peer(  # as on a machine without AVX-512; ours by `--setting instruction_class=avx2`
+            name="llamacpp-avx2", environment="llamacpp-avx2", driver="llamacpp_driver.py"
         ),
         Peer(
             name="vllm-http",
