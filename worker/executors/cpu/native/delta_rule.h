@@ -36,15 +36,18 @@ NATIVE_INLINE void advance(float* state, const float* k, const float* q, int key
     const int end = from + KEY_CHAIN < keys ? from + KEY_CHAIN : keys;
     Lanes sum[N], seen[N];
     for (int c = 0; c < N; c++) sum[c] = seen[c] = zero();
-#pragma GCC unroll 2
-    for (int i = from; i < end; i++)
+    for (int i = from; i < end; i++) {
+      // Loaded before the stores, which might change them for all that the compiler knows: else each vector loads them again.
+      const Lanes key = all(k[i]), query = all(q[i]), other = IS_LAST ? key : all(next[i]);
+      const Lanes fade = BY_KEY ? all(decays[i]) : decay;
       for (int c = 0; c < N; c++) {
         float* at = state + i * STATE_COLUMNS + c * 16;
-        Lanes s = fma(all(k[i]), write[c], (BY_KEY ? all(decays[i]) : decay) * load(at));
+        Lanes s = fma(key, write[c], fade * load(at));
         store(at, s);
-        sum[c] = fma(all(q[i]), s, sum[c]);
-        if (!IS_LAST) seen[c] = fma(all(next[i]), s, seen[c]);
+        sum[c] = fma(query, s, sum[c]);
+        if (!IS_LAST) seen[c] = fma(other, s, seen[c]);
       }
+    }
     for (int c = 0; c < N; c++) {
       out[c] = from ? out[c] + sum[c] : sum[c];
       if (!IS_LAST) memory[c] = from ? memory[c] + seen[c] : seen[c];
@@ -107,6 +110,7 @@ __attribute__((noinline)) void pass_tile(float* tile, const HeadTokens& tokens, 
 // log(1 + e^x) = max(x, 0) + log(1 + u), u = e^-|x|, by log(1 + u) = 2 atanh(u / (2 + u)).
 NATIVE_INLINE Lanes softplus_of(Lanes x) {
   Lanes u = exp_of(all(0.0f) - absolute(x)), s = u / (all(2.0f) + u), z = s * s, p = all(2.0f / 17);
+#pragma GCC unroll 8
   for (int odd = 15; odd > 0; odd -= 2) p = fma(p, z, all(2.0f / (float)odd));
   return fma(p, s, larger(zero(), x));
 }

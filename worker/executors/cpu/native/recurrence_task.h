@@ -107,13 +107,19 @@ struct RecurrenceTask {
   }
 };
 
-// Channels [0, n) at `at` of tokens [from, from + count), after convolution and SiLU: out [count][stride].
+// Channels [0, n) at `at` of tokens [from, from + count), after convolution and SiLU: out [count][stride]. Tokens lie pages
+// apart, so no machine foresees the next channels of a token: each is asked for a turn ahead.
 NATIVE_INLINE void convolved(const RecurrenceTask& task, InputPlace at, int n, int from, int count, float* out,
                              long stride) {
   const ConvWeights conv = {task.net.kernel, task.net.conv_bias, task.sizes.channels, task.net.width};
   for (int c = 0; c < n; c += 16)
     causal_conv(
-        conv, at.own + c, from, from + count, [&](int position) { return load(task.input(position, at) + c); },
+        conv, at.own + c, from, from + count,
+        [&](int position) {
+          const float* input = task.input(position, at) + c;
+          __builtin_prefetch(input + 16);
+          return load(input);
+        },
         [&](int position, Lanes, Lanes sum) { store(out + (position - from) * stride + c, silu_of(sum)); });
 }
 
