@@ -19,7 +19,7 @@ from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS
 from holdfast.worker.executors.layout import DecoderLayout, Mlp, attention_of
 from holdfast.worker.executors.linears import Linear
 from holdfast.worker.models.native_backend import NUMERICS, UNIT_NUMERICS
-from tests.worker.executors.cpu.native import ALL, BF16, F16, F32, library_or_skip, other_classes
+from tests.worker.executors.cpu.native import ALL, BF16, F16, F32, library_or_skip, other_classes, same_bits
 from tests.worker.executors.cpu.runs import Runner, layout_of
 from tests.worker.executors.cpu.test_units import StoredUnits
 
@@ -182,6 +182,16 @@ def test_the_answers_of_quantized_weights_are_the_known_ones(form, name):
     known = json.loads(ANSWERS.read_text())
     assert known["unit numerics"] == UNIT_NUMERICS, "new numerics have new answers"
     assert answers_of_units(form, name) == known["unit logits"][form]
+
+
+def test_many_rows_of_quantized_weights_have_the_bits_of_few():
+    """Which all threads quantize together, inner rows as they are made; each thread quantizes few for itself."""
+    layout = in_units(refilled(layout_of.__wrapped__("llama", BF16, WHOLE_UNITS)), UNITS["mixed"])
+    ids = [3 + number % 120 for number in whole_numbers(600, 2).tolist()]
+    runner = Runner(layout, threads=3)
+    few = runner.run(ids, chunks=(20,))
+    assert same_bits(runner.run(ids, chunks=(33, 300, 267)), few)
+    runner.close()
 
 
 if __name__ == "__main__":

@@ -180,6 +180,11 @@ template <class W> struct InputRows {
   const RowUnit* units;  // the same, of a weight in units; there are no factors then
 };
 
+// Rows that are in units already, beside each other.
+template <class W> NATIVE_INLINE InputRows<W> rows_in_units(const RowUnit* units, int count) {
+  return {nullptr, 0, count, nullptr, 0, units};
+}
+
 // One row streams faster by FMA, from two on tiles do: the bits are the same.
 template <class W> NATIVE_INLINE bool uses_tiles(int count) {
 #ifdef NATIVE_TILES

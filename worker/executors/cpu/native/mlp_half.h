@@ -16,9 +16,10 @@ template <class W> bool Decoder<W>::mlp_half(int index, Thread& t) {
   if (!l.parallel && !normed(t, l.mlp_norm, rows)) return false;
   if (l.experts && l.experts->latent) return latent_part(l, rows, t);
   if (l.experts && !l.beside) return experts_part(l, rows, rows, place_of_sum(t, l.mlp_out_norm), t);
-  if (!up_part(t, l.mlp, rows, inner_rows)) return false;
+  RowUnit* units = room_for_inner(l.mlp);
+  if (!up_part(t, l.mlp, rows, inner_rows, units)) return false;
   float* place = place_of_sum(t, l.mlp_out_norm);
-  if (!row_parallel(t, l.mlp.down, {inner_rows.data, inner_rows.stride}, l, place)) return false;
+  if (!row_parallel(t, l.mlp.down, {inner_rows.data, inner_rows.stride, units}, l, place)) return false;
   return !l.beside || beside_part(l, place + part_stride, t);
 }
 
@@ -30,12 +31,33 @@ template <class W> bool Decoder<W>::beside_part(const NativeLayer& l, float* pla
   return experts_part(l, routed, rows, place, t);
 }
 
-template <class W> bool Decoder<W>::up_part(Thread& t, const NativeMlp& mlp, Rows rows, Buffer<Input>& out) {
+// The inner rows of an MLP: in units, where there is room for them, or else as they are.
+template <class W>
+bool Decoder<W>::up_part(Thread& t, const NativeMlp& mlp, Rows rows, Buffer<Input>& out, RowUnit* units) {
   return linear(t, mlp.up, rows, t.num_rows, [&](int g, int first, int count, const float* sums) {
-    for (int r = 0; r < count; r++) activate(mlp, g, sums + r * GROUP, out.row(first + r));
+    put_inner(mlp, g, first, count, sums, out, units);
   });
 }
-template <class W> void Decoder<W>::activate(const NativeMlp& mlp, int g, const float* sums, Input* out) {
+template <class W>
+void Decoder<W>::put_inner(const NativeMlp& mlp, int g, int first, int count, const float* sums, Buffer<Input>& out,
+                           RowUnit* units) {
+  const long each = inner_of_group(mlp), of_row = units_in(mlp.down);
+  for (int r = first; r < first + count; r++, sums += GROUP)
+    if (units) activate(mlp, g, sums, units + r * of_row + g * each / UNIT);
+    else activate(mlp, g, sums, out.row(r) + g * each);
+}
+// For inner rows in units, where nothing but a product in units takes them; else null.
+template <class W> RowUnit* Decoder<W>::room_for_inner(const NativeMlp& mlp) const {
+  const bool is_whole = mlp.up.groups * inner_of_group(mlp) >= inner_length(mlp);
+  return mlp.down.units.bits && is_whole && !adapted_sites[mlp.down.site] ? inner_units.data : nullptr;
+}
+template <class W> void Decoder<W>::activate(const NativeMlp& mlp, int g, const float* sums, RowUnit* to) {
+  alignas(64) Input numbers[GROUP];
+  activate(mlp, g, sums, numbers);
+  const int length = std::min(inner_of_group(mlp), inner_length(mlp) - g * inner_of_group(mlp));
+  quantize_row(numbers, length / UNIT, to);
+}
+template <class W> void Decoder<W>::activate(const NativeMlp& mlp, int g, const float* sums, Input* to) {
   const float* bias = mlp.up.bias ? mlp.up.bias + g * GROUP : nullptr;
   Lanes v[4];
   for (int j = 0; j < 4; j++) v[j] = load(sums + 16 * j);
@@ -43,10 +65,10 @@ template <class W> void Decoder<W>::activate(const NativeMlp& mlp, int g, const 
     for (int j = 0; j < 4; j++) v[j] = v[j] + load(bias + 16 * j);
   if (mlp.has_gate)
     for (int j = 0; j < 2; j++)
-      store(out + g * 32 + 16 * j, gated(mlp.activation, v[j] * all(mlp.gate_scale), v[j + 2]) * all(mlp.inner_scale));
+      store(to + 16 * j, gated(mlp.activation, v[j] * all(mlp.gate_scale), v[j + 2]) * all(mlp.inner_scale));
   else
     for (int j = 0; j < 4; j++)
-      if (g * GROUP + 16 * j < inner_length(mlp)) store(out + g * GROUP + 16 * j, activated(mlp.activation, v[j]));
+      if (g * GROUP + 16 * j < inner_length(mlp)) store(to + 16 * j, activated(mlp.activation, v[j]));
 }
 
 template <class W>
@@ -80,9 +102,10 @@ template <class W> bool Decoder<W>::up_of_experts(const NativeExperts& e, Rows r
         memcpy((void*)expert_input.row(i), rows.data + order[i] / e.top_k * rows.stride, length * sizeof(Input));
       }))
     return false;
-  int runs = e.experts[0].up.groups;
+  const int runs = e.experts[0].up.groups;
+  const long call = ++t.own.calls;
   return holdfast::tasks(t.run, e.num_experts * runs,
-                         [&](int task) { expert_up(e.experts[task / runs], task / runs, task % runs, t.own); });
+                         [&](int task) { expert_up(e.experts[task / runs], task / runs, task % runs, t.own, call); });
 }
 
 // Of experts with rows of another size: their sum, and what all rows go through, are inputs of one product.
@@ -123,13 +146,13 @@ template <class W> void Decoder<W>::sort_by_expert(const NativeExperts& e, int n
   for (int i = 0; i < assigned; i++) order[next[choices[i]]++] = i;
 }
 
-template <class W> void Decoder<W>::expert_up(const NativeMlp& expert, int index, int group, Local& own) {
+template <class W> void Decoder<W>::expert_up(const NativeMlp& expert, int index, int group, Local& own, long call) {
   Packed<W> w = packed<W>(expert.up);
   for (int first = first_of[index]; first < first_of[index + 1]; first += MAX_ROWS) {
     int count = std::min((int)MAX_ROWS, first_of[index + 1] - first);
-    InputRows<W> input = input_rows<W>(own.scratch, w, expert_input.row(first), expert_input.stride, count);
+    InputRows<W> input = input_rows<W>(own.scratch, w, expert_input.row(first), expert_input.stride, count, call);
     product(own.scratch, w, group, input, own.scratch.sums);
-    for (int r = 0; r < count; r++) activate(expert, group, own.scratch.sums + r * GROUP, inner_rows.row(first + r));
+    put_inner(expert, group, first, count, own.scratch.sums, inner_rows, room_for_inner(expert));
   }
 }
 
@@ -166,9 +189,11 @@ template <class W> float* Decoder<W>::sums_of_experts(const NativeExperts& e, in
   for (int index = 0; index < e.num_experts; index++) {
     Packed<W> w = packed<W>(e.experts[index].down);
     const float* bias = e.experts[index].down.bias;
+    const RowUnit* units = room_for_inner(e.experts[index]);
     for (int first = first_of[index]; first < first_of[index + 1]; first += MAX_ROWS) {
       int count = std::min((int)MAX_ROWS, first_of[index + 1] - first);
-      InputRows<W> input = input_rows<W>(own.scratch, w, inner_rows.row(first), inner_rows.stride, count);
+      const InputRows<W> input = units ? rows_in_units<W>(units + (long)first * w.k_tiles(), count)
+                                       : input_rows<W>(own.scratch, w, inner_rows.row(first), inner_rows.stride, count);
       for (int slice = 0; slice < slices; slice++) {
         slice_product(own.scratch, w, g, input, slice, own.scratch.sums);
         for (int r = 0; r < count; r++) {

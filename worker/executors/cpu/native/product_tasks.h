@@ -8,6 +8,7 @@
 namespace {
 
 const int LONG_ROW = 2560, MOST_GROUPS = 4;  // of a product of many rows: inputs, groups of a task
+const int QUANTIZED_ROWS = 8;                // by a task
 
 template <class W> NATIVE_INLINE Packed<W> packed(const NativeLinear& linear) {
   return {(const W*)linear.tiles, linear.slices,         linear.slice_tiles, linear.groups,
@@ -47,12 +48,22 @@ struct RunOrder {
   }
 };
 
+// Many rows as units of a weight's inputs, by all threads, once for all tasks of a product.
+template <class T>
+bool quantize_together(holdfast::Run& run, const T* rows, long stride, int num_rows, long units, RowUnit* out) {
+  return holdfast::tasks(run, (num_rows + QUANTIZED_ROWS - 1) / QUANTIZED_ROWS, [&](int task) {
+    for (int r = task * QUANTIZED_ROWS, end = std::min(num_rows, r + QUANTIZED_ROWS); r < end; r++)
+      quantize_row(rows + r * stride, units, out + r * units);
+  });
+}
+
 // Calls `out(group, first row, rows, sums [rows][64])` for groups [begin, last) and all rows of a product. `call` numbers
-// it (`input_rows`); `scratch()` is the memory of the thread that calls it, in a task. `added`: adapters of rows; or null.
+// it (`input_rows`); `scratch()` is the memory of the thread that calls it, in a task.
+// `units`: the rows in units; or null, where the weight is not or each thread makes them. `added`: adapters of rows; or null.
 template <class W, class ScratchOf, class Out>
 bool product_tasks(holdfast::Run& run, int threads, const Packed<W>& w, int begin, int last,
                    const typename InputOf<W>::Type* rows, long stride, int num_rows, long call, ScratchOf&& scratch,
-                   Out&& out, const AddedRows* added = nullptr) {
+                   Out&& out, const RowUnit* units = nullptr, const AddedRows* added = nullptr) {
   const int chunk = rows_per_task(w, num_rows), chunks = (num_rows + chunk - 1) / chunk;
   const int each = groups_per_task(w, last - begin, num_rows, chunks, threads), runs = (last - begin + each - 1) / each;
   const int num_tasks = chunks * runs;
@@ -63,7 +74,8 @@ bool product_tasks(holdfast::Run& run, int threads, const Packed<W>& w, int begi
     int group = begin + order.run_of(task) * each, later = task + threads;
     int next =
         later < num_tasks ? begin + order.run_of(later) * each : -1;  // of this thread's next task, if all are as fast
-    InputRows<W> input = input_rows<W>(own, w, rows + first_row * stride, stride, count, call);
+    const InputRows<W> input = units ? rows_in_units<W>(units + (long)first_row * w.k_tiles(), count)
+                                     : input_rows<W>(own, w, rows + first_row * stride, stride, count, call);
     for (int g = group, end = std::min(group + each, last); g < end; g++) {
       const int after = g + 1 < end ? g + 1 : next;
       if (added) put_aside<W>(own, *added, first_row, count, task < threads && g == group ? g : -1, after);

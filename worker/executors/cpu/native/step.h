@@ -48,6 +48,8 @@ template <class W> class Decoder {
     projected = Buffer<float>(rows, sizes.projected), queries = Buffer<Input>(rows, heads);
     attention_out = Buffer<Input>(rows, sizes.attended), inner_rows = Buffer<Input>(rows * sizes.chosen, sizes.inner);
     make_latent_rows(sizes.latents);
+    if (sizes.units) units_of_row = sizes.units, row_units = Buffer<RowUnit>(1, rows * units_of_row);
+    if (sizes.inner_units) inner_units = Buffer<RowUnit>(1, rows * sizes.chosen * sizes.inner_units);
     if (m.inputs) {
       const long filled = (m.inputs->dim + GROUP - 1) / GROUP * GROUP;
       own_inputs = Buffer<float>(rows, filled * m.num_layers), gated_inputs = Buffer<Input>(rows, filled);
@@ -189,6 +191,7 @@ template <class W> class Decoder {
   struct Rows {
     const Input* data;
     long stride;
+    const RowUnit* units = nullptr;  // the same in units, beside each other, if they are there
   };
   bool normed(Thread& t, const NativeNorm& norm, Rows& rows) {
     if (t.num_rows > OWN_NORM_ROWS) return normed_together(t, norm, h, rows);
@@ -213,9 +216,17 @@ template <class W> class Decoder {
     AddedRows added;
     const bool adds = linear.site && adapted_sites[linear.site];
     if (adds && !prepare_added(thread, linear, in, num_rows, added)) return false;
+    if (!in.units && are_quantized_together(linear, num_rows)) {
+      if (!quantize_together(thread.run, in.data, in.stride, num_rows, units_in(linear), row_units.data)) return false;
+      in.units = row_units.data;
+    }
     return product_tasks(
         thread.run, threads, packed<W>(linear), begin, last, in.data, in.stride, num_rows, ++own.calls,
-        [&]() -> Scratch& { return own.scratch; }, out, adds ? &added : nullptr);
+        [&]() -> Scratch& { return own.scratch; }, out, in.units, adds ? &added : nullptr);
+  }
+  // Of many rows, once for all threads; few are quantized by each of them, which is faster than waiting.
+  bool are_quantized_together(const NativeLinear& linear, int num_rows) const {
+    return linear.units.bits && num_rows > BLOCK_ROWS && units_in(linear) <= units_of_row;
   }
 
   // --- sums over ranks and the residual ---
@@ -333,17 +344,21 @@ template <class W> class Decoder {
   // --- mlp_half.h ---
 
   bool mlp_half(int index, Thread& t);
-  bool up_part(Thread& t, const NativeMlp& mlp, Rows rows, Buffer<Input>& out);
+  bool up_part(Thread& t, const NativeMlp& mlp, Rows rows, Buffer<Input>& out, RowUnit* units = nullptr);
+  RowUnit* room_for_inner(const NativeMlp& mlp) const;
+  static void put_inner(const NativeMlp& mlp, int g, int first, int count, const float* sums, Buffer<Input>& out,
+                        RowUnit* units);
   bool shared_part(Thread& t, const NativeExperts& e, Rows rows);
   void add_shared(const NativeExperts& e, int g, float* sums, Local& own, int num_rows);
-  static void activate(const NativeMlp& mlp, int g, const float* sums, Input* out);
+  static void activate(const NativeMlp& mlp, int g, const float* sums, Input* to);
+  static void activate(const NativeMlp& mlp, int g, const float* sums, RowUnit* to);
   bool experts_part(const NativeLayer& l, Rows routed, Rows rows, float* place, Thread& t);
   bool choose_part(const NativeExperts& e, Rows routed, Thread& t);
   bool up_of_experts(const NativeExperts& e, Rows rows, Thread& t);
   bool latent_part(const NativeLayer& l, Rows rows, Thread& t);
   bool beside_part(const NativeLayer& l, float* place, Thread& t);
   void sort_by_expert(const NativeExperts& e, int num_rows);
-  void expert_up(const NativeMlp& expert, int index, int group, Local& own);
+  void expert_up(const NativeMlp& expert, int index, int group, Local& own, long call);
   float* sums_of_experts(const NativeExperts& e, int g, Thread& t);
   void expert_columns(const NativeLayer& l, const NativeExperts& e, int g, float* place, Thread& t);
 
@@ -386,7 +401,9 @@ template <class W> class Decoder {
   Buffer<float> x, y, wanted_x, inner_of_rows, own_inputs, projected, head_queries, group_best, router_logits,
       choice_scores;
   Buffer<Input> h, h2, queries, attention_out, wanted_mixed, inner_rows, expert_input, shared_rows, latent_rows,
-      gated_inputs, query_rows, weighed;  // the last two of latent attention, as `head_queries`
+      gated_inputs, query_rows, weighed;   // the last two of latent attention, as `head_queries`
+  Buffer<RowUnit> row_units, inner_units;  // of one product's rows, beside each other; the latter of inner rows of MLPs
+  int units_of_row = 0;
   Buffer<int> group_at;
   std::vector<int> choices, first_of, order, slices_of_site, wanted_adapters, row_order, wanted_order;
   std::vector<char> adapted_sites;  // of this step

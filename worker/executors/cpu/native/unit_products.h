@@ -11,6 +11,7 @@ enum {
   UNIT_COLUMNS = 2,
   UNIT_ROWS = 4
 };  // of a block of many rows: registers, rows
+enum { MANY_FAR = 4 };  // of 64 units
 const int UNITS_AHEAD_BYTES = 3072;
 
 NATIVE_INLINE Wide wide_scales(const uint8_t* p, int type, int output) {
@@ -85,8 +86,17 @@ NATIVE_INLINE void join_all(Wide (&total)[R][C], const UnitSum<BITS> (&sums)[R][
   }
 }
 
+// Whether more than a few units of some rows have a far line: then all are taken as if they had, which costs less than
+// branches that cannot be foreseen. Of 64 units, or fewer.
+NATIVE_INLINE bool have_many_far(const RowUnit* rows, long stride, int count, int units) {
+  int far = 0;
+  for (int r = 0; r < 8; r++)
+    for (int u = 0; u < std::min(units, 8); u++) far += rows[u + r * count / 8 * stride].has_far;
+  return far >= MANY_FAR;
+}
+
 // out [R][C registers, from `output` on] = rows [R] times the units of a panel.
-template <int BITS, int OFFSET, int R, int C>
+template <int BITS, int OFFSET, int R, int C, bool ALL_FAR = false>
 __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, const UnitPanel& panel, int output,
                                           float* out, long out_stride) {
   const int lines = BITS == 8 ? 8 : 4, half_bytes = BITS * CODE_LINE, step = panel.form.unit_bytes();
@@ -104,6 +114,12 @@ __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, cons
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++)
       codes[c] = UnitCodes<BITS>(unit + (output + c * WIDTH) / 16 * half_bytes + (output + c * WIDTH) % 16 * 4);
+    if constexpr (ALL_FAR) {
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) sums[r][c].begin_far(codes[c].far(rows[r * stride].line), rows[r * stride].far);
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < lines; i++)
 #pragma GCC unroll 4
@@ -125,7 +141,7 @@ __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, cons
         _mm_prefetch((const char*)scales + ahead + at, _MM_HINT_T0);
     bool far = false;
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) far |= rows[r * stride].has_far;
+    for (int r = 0; r < R && !ALL_FAR; r++) far |= rows[r * stride].has_far;
     if (far) join_all<BITS, OFFSET, true>(total, sums, codes, panel, u, scales, output, rows, stride);
     else join_all<BITS, OFFSET, false>(total, sums, codes, panel, u, scales, output, rows, stride);
   }
@@ -136,11 +152,12 @@ __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, cons
 }
 
 // Of as many rows as there are.
-template <int BITS, int OFFSET, int R, int C>
-NATIVE_INLINE int unit_blocks(int row, int count, const RowUnit* rows, long stride, UnitPanel& panel, int output,
-                              float* out, long out_stride) {
+template <int BITS, int OFFSET, int R, int C, bool ALL_FAR = false>
+int unit_blocks(int row, int count, const RowUnit* rows, long stride, UnitPanel& panel, int output, float* out,
+                long out_stride) {
   for (; count - row >= R; row += R, panel.ahead = 0)
-    unit_block<BITS, OFFSET, R, C>(rows + row * stride, stride, panel, output, out + row * out_stride, out_stride);
+    unit_block<BITS, OFFSET, R, C, ALL_FAR>(rows + row * stride, stride, panel, output, out + row * out_stride,
+                                            out_stride);
   return row;
 }
 
@@ -148,10 +165,13 @@ template <int BITS, int OFFSET>
 void unit_rows(const RowUnit* rows, long stride, int count, UnitPanel panel, float* out, long out_stride) {
   if (count == 1) return unit_block<BITS, OFFSET, 1, UNIT_REGISTERS>(rows, stride, panel, 0, out, out_stride);
   const int ahead = panel.ahead;
+  const bool all_far = begins_far<BITS> && count >= UNIT_ROWS && have_many_far(rows, stride, count, panel.count);
   for (int output = 0; output < UNIT_OUTPUTS; output += UNIT_COLUMNS * WIDTH) {
     float* to = out + output;
     panel.ahead = ahead;  // the first rows fetch what all of them take
-    int row = unit_blocks<BITS, OFFSET, UNIT_ROWS, UNIT_COLUMNS>(0, count, rows, stride, panel, output, to, out_stride);
+    auto* blocks = all_far ? unit_blocks<BITS, OFFSET, UNIT_ROWS, UNIT_COLUMNS, begins_far<BITS>>
+                           : unit_blocks<BITS, OFFSET, UNIT_ROWS, UNIT_COLUMNS, false>;
+    int row = blocks(0, count, rows, stride, panel, output, to, out_stride);
     row = unit_blocks<BITS, OFFSET, 3, UNIT_COLUMNS>(row, count, rows, stride, panel, output, to, out_stride);
     row = unit_blocks<BITS, OFFSET, 2, UNIT_COLUMNS>(row, count, rows, stride, panel, output, to, out_stride);
     unit_blocks<BITS, OFFSET, 1, UNIT_COLUMNS>(row, count, rows, stride, panel, output, to, out_stride);

@@ -139,19 +139,20 @@ NATIVE_INLINE Whole add_four(Whole sum, Whole u, Whole q) {
 NATIVE_INLINE Whole add_pairs(Whole sum, Whole a, Whole b) { return whole_plus(sum, pair_products(a, b)); }
 #endif
 
+// Adds FAR times the products of the far line.
+template <int BITS> NATIVE_INLINE Whole add_far(Whole sum, Whole codes, const int8_t* q) {
+  if (BITS == 8) return whole_plus(sum, whole_left<FAR_BITS>(add_four(whole_zero(), codes, four_bytes(q))));
+  return add_pairs(sum, code_products(codes, four_bytes(q)), words_all(FAR));
+}
 template <int BITS> struct UnitSum {
   Whole sum = whole_zero();
+  NATIVE_INLINE_MEMBER void begin_far(Whole codes, const int8_t* q) { sum = add_far<BITS>(whole_zero(), codes, q); }
   NATIVE_INLINE_MEMBER void add(int i, const CodeLine<BITS>& line, const int8_t* q) {
     sum = add_four(sum, line.low, four_bytes(q + 4 * i));
     if (BITS != 8) sum = add_four(sum, line.high, four_bytes(q + 16 + 4 * i));
   }
   NATIVE_INLINE_MEMBER Whole total() const { return sum; }
 };
-// Adds FAR times the products of the far line.
-template <int BITS> NATIVE_INLINE Whole add_far(Whole sum, Whole codes, const int8_t* q) {
-  if (BITS == 8) return whole_plus(sum, whole_left<FAR_BITS>(add_four(whole_zero(), codes, four_bytes(q))));
-  return add_pairs(sum, code_products(codes, four_bytes(q)), words_all(FAR));
-}
 template <> struct UnitSum<6> {  // of halves
   Whole low = whole_zero(), high = whole_zero();
   NATIVE_INLINE_MEMBER void add(int i, const CodeLine<6>& line, const int8_t* q) {
@@ -160,7 +161,9 @@ template <> struct UnitSum<6> {  // of halves
   NATIVE_INLINE_MEMBER Whole first() const { return low; }
   NATIVE_INLINE_MEMBER Whole second() const { return high; }
 };
+template <int BITS> constexpr bool begins_far = BITS != 6;
 #else
+template <int BITS> constexpr bool begins_far = false;
 // In assembly, or GCC adds in the order of a tree, for which it keeps more products than there are registers.
 NATIVE_INLINE void add_words(Whole& sum, Whole words) {
   asm("vpaddw %1, %0, %0" : "+" NATIVE_ANY_REGISTER(sum) : NATIVE_ANY_REGISTER(words));

@@ -119,9 +119,10 @@ inline int32_t part_far_line(const __m256i (&words)[2], RowUnit& out) {
   return out.far[0] + out.far[1] + out.far[2] + out.far[3];
 }
 
-// Of inputs 0 to 15 and 16 to 31.
-NATIVE_INLINE void quantize_unit(Lanes a, Lanes b, RowUnit& out) {
-  const uint32_t INFINITE = 0x7f800000, TINY = 0x0d800000;  // 2^-100
+const uint32_t INFINITE = 0x7f800000, TINY = 0x0d800000;  // 2^-100
+
+// Of inputs 0 to 15 and 16 to 31, whatever they are.
+inline void quantize_any_unit(Lanes a, Lanes b, RowUnit& out) {
   const __m256i of_lines = largest_of_lines(a, b);
   const uint32_t bits = largest_of(of_lines);
   if (__builtin_expect(bits >= INFINITE || bits < TINY, 0)) {
@@ -151,6 +152,47 @@ NATIVE_INLINE void quantize_unit(Lanes a, Lanes b, RowUnit& out) {
   out.scale = base / 127.0f;
   out.scaled_sum = out.scale * (float)sum;
 }
+
+#ifdef __AVX512F__
+// Of a unit without a far line whose numbers are neither odd nor all tiny; false: it is another one.
+NATIVE_INLINE bool quantize_plain_unit(Lanes a, Lanes b, RowUnit& out) {
+  const __m512i sign = _mm512_set1_epi32(0x7fffffff);
+  const __m512i x = _mm512_and_si512(_mm512_castps_si512(a.v), sign);
+  const __m512i y = _mm512_and_si512(_mm512_castps_si512(b.v), sign);
+  __m512i lines = _mm512_max_epi32(_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y));
+  lines = _mm512_max_epi32(lines, _mm512_shuffle_epi32(lines, _MM_PERM_BADC));  // a's in lane 4i, b's in 4i + 1
+  __m512i most = _mm512_max_epi32(lines, _mm512_shuffle_i64x2(lines, lines, 0x4e));
+  most = _mm512_max_epi32(most, _mm512_shuffle_i64x2(most, most, 0xb1));
+  const __m512 largest = _mm512_castsi512_ps(_mm512_max_epi32(most, _mm512_shuffle_epi32(most, _MM_PERM_CDAB)));
+  const uint32_t bits = (uint32_t)_mm512_cvtsi512_si32(_mm512_castps_si512(largest));
+  const __m512 half = _mm512_mul_ps(largest, _mm512_set1_ps(1.0f / FAR_FROM));
+  const unsigned above = _mm512_cmp_ps_mask(_mm512_castsi512_ps(lines), half, _CMP_GT_OQ) & 0x3333;
+  if (__builtin_expect(bits - TINY >= INFINITE - TINY || !(above & (above - 1)), 0)) return false;
+
+  const __m128 base = _mm512_castps512_ps128(largest), steps = _mm_set1_ps(127.0f);
+  const __m128 scales = _mm_div_ps(_mm_unpacklo_ps(steps, base), _mm_unpacklo_ps(base, steps));
+  const __m512 factor = _mm512_broadcastss_ps(scales);
+  const __m128i p = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(a.v, factor)));
+  const __m128i q = _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(b.v, factor)));
+  _mm_storeu_si128((__m128i*)out.q, p), _mm_storeu_si128((__m128i*)out.q + 1, q);
+  const __m128i flip = _mm_set1_epi8(-128), none = _mm_setzero_si128();  // sums of bytes without signs
+  const __m128i of_p = _mm_sad_epu8(_mm_xor_si128(p, flip), none), of_q = _mm_sad_epu8(_mm_xor_si128(q, flip), none);
+  const __m128i sums = _mm_add_epi64(_mm_unpacklo_epi64(of_p, of_q), _mm_unpackhi_epi64(of_p, of_q));
+  const int first = _mm_cvtsi128_si32(sums) - UNIT / 2 * 128, sum = first + _mm_extract_epi32(sums, 2) - UNIT / 2 * 128;
+  memset(out.far, 0, sizeof out.far);
+  out.has_far = out.line = 0;
+  out.scale = _mm_cvtss_f32(_mm_shuffle_ps(scales, scales, 1));
+  out.scaled_sum = out.scale * (float)sum;
+  out.parted_sum = sum & 0xffff;
+  out.sum_8 = sum * 8, out.first_sum_8 = first * 8, out.sum_128 = sum * 128;
+  return true;
+}
+NATIVE_INLINE void quantize_unit(Lanes a, Lanes b, RowUnit& out) {
+  if (!quantize_plain_unit(a, b, out)) quantize_any_unit(a, b, out);
+}
+#else
+NATIVE_INLINE void quantize_unit(Lanes a, Lanes b, RowUnit& out) { quantize_any_unit(a, b, out); }
+#endif
 
 // out [units] = a row [units * 32] of a linear's inputs.
 template <class T> void quantize_row(const T* row, long units, RowUnit* out) {
