@@ -223,6 +223,13 @@ def _contents(header: "Header") -> Mapping[str, str]:
 
 
 def _drop_oldest(folder: Path) -> None:
-    found = sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime_ns)
-    for one in found[:-_MAX_FOLDERS]:
+    for one in sorted(folder.iterdir(), key=_changed_ns)[:-_MAX_FOLDERS]:
         shutil.rmtree(one, ignore_errors=True)
+
+
+def _changed_ns(folder: Path) -> int:
+    """0 for one that another process has dropped meanwhile."""
+    try:
+        return folder.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

@@ -158,6 +158,13 @@ def test_another_file_in_its_place_is_another_model(written, tmp_path, user_fold
     assert len(list((user_folder / "gguf").iterdir())) == 2
 
 
+def test_a_folder_that_another_process_drops_meanwhile_is_none(written, user_folder):
+    """A link to nothing has no time either."""
+    (user_folder / "gguf").mkdir(exist_ok=True)
+    (user_folder / "gguf" / "dropped").symlink_to(user_folder / "nowhere")
+    assert hf_folder(written.file, "model").is_dir()
+
+
 def test_the_fingerprint_is_that_of_the_content(written, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     same = copied(written, tmp_path / "elsewhere", written.file.read_bytes())
