@@ -9,7 +9,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
 CPP = $(shell git ls-files '*.cpp' '*.h')
 
 # Tests in two processes, a file at a time.
-SHARED := -n 3 --dist loadscope --no-loadscope-reorder --durations 25
+SHARED := -n 2 --dist loadscope --no-loadscope-reorder --durations 25
 
 .PHONY: help install demo test test-all test-fast docs lint format types proto proto-check proto-release check bench bench-peers nightly model clean
 
