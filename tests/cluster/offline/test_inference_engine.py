@@ -24,7 +24,7 @@ from holdfast.worker.sampling_params import SamplingParams
 from tests import loops
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-ENDLESS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=2000, ignore_eos=True)
 
 
 def config(model: Path) -> WorkerConfig:
