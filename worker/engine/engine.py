@@ -300,10 +300,8 @@ class Engine:
         collected_s = self._clock()
         num_gained = self._core.commit(plan, result, step_s)
         self._deliver()
-        tier = self._core.tier
-        if tier is not None and (tier.has_store or tier.moves):
-            # After the last step nobody waits for copies, and this thread next waits for a command.
-            busy_s = step_s if self._core.scheduler.has_work else None
+        if (tier := self._core.tier) is not None and (tier.has_store or tier.moves):
+            busy_s = step_s if self._core.scheduler.has_work else None  # else this thread waits for a command next
             if self._core.tend_tier(self._clock(), busy_s):
                 self._deliver()
         ended_s, num_steps = self._clock(), plan.num_steps

@@ -148,11 +148,7 @@ class Reference:
         rows = token_ids - self._group.rank * len(table)
         elsewhere = (rows < 0) | (rows >= len(table))
         rows = rows.masked_fill(elsewhere, 0)
-        if table.is_meta:
-            (stored,) = self._layout.head.units
-            x = torch.cat([stored[row : row + 1].to(table.dtype) for row in rows.tolist()])
-        else:
-            x = F.embedding(rows, table)
+        x = rows_of_table(self._layout.head if table.is_meta else table, rows, table.dtype)
         x = x.masked_fill(elsewhere[:, None], 0)
         return self._group.all_reduce(x.to(self._dtype)) * self._layout.embedding_scale
 
@@ -246,8 +242,7 @@ class Reference:
     def _recur(self, net: GatedDeltaNet, x: Tensor) -> Tensor:
         """Gated DeltaNet over [T, hidden] of one sequence from its first position on."""
         keys, values = net.num_key_heads * net.key_dim, net.num_value_heads * net.value_dim
-        linears = [net.inputs, *filter(None, [net.rates])]
-        projected = torch.cat([self._linear(linear, x) for linear in linears], -1)
+        projected = torch.cat([self._linear(one, x) for one in (net.inputs, net.rates) if one is not None], -1)
         if net.gates is None:
             mixed, z, b, a = torch.split(projected, delta_parts(net), -1)
         else:

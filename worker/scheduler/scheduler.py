@@ -67,12 +67,11 @@ class Scheduler:
         if num_state_slots:
             most = math.ceil(config.pinned_share * num_state_slots)
             self._slots = StateSlots(num_state_slots, self._allocator, state_blocks, max_num_pins=most)
-        windows = None if window is None else WindowBlocks(self._allocator, window)
         self._most_tokens = most_tokens(num_blocks - state_blocks, block_size, window)
         self._queues = SequenceQueues(
             self._allocator,
             slots=self._slots,
-            windows=windows,
+            windows=None if window is None else WindowBlocks(self._allocator, window),
             turn_ends=eos_token_ids,
             aging_s=config.aging_s,
             tenant_shares=config.tenant_shares,
@@ -274,9 +273,7 @@ class Scheduler:
     def num_awaited_blocks(self, priority: Priority) -> int:
         """Most blocks that waiting requests of this class or a better one take; 0: none waits for memory or a slot."""
         num_waiting = self._queues.waiting.num_up_to(priority)
-        if not num_waiting:
-            return 0
-        return num_waiting + self._allocator.num_blocks_for(self._queues.num_uncomputed_tokens)
+        return num_waiting and num_waiting + self._allocator.num_blocks_for(self._queues.num_uncomputed_tokens)
 
     def can_preempt(self, priority: Priority) -> bool:
         """Whether a sequence of a worse class runs, which a request of this one may preempt."""
