@@ -122,8 +122,10 @@ async def test_a_failover_goes_on_with_the_same_content(tmp_path):
             await asyncio.sleep(0)
         (busy,) = [one for one in replicas if not one.is_idle]
         (other,) = [one for one in replicas if one is not busy]
-        await busy.until(lambda: busy.num_tokens > 0)
         other.submits.clear()
+        before = busy.num_tokens
+        await busy.until(lambda: busy.num_tokens >= before + 3)
+        busy.pause()
         folder_of(tmp_path / "sql", "two")
         await client.post(ADAPTERS, json={**body, "load_inplace": True})
         await busy.kill()
