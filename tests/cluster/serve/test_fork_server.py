@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import struct
@@ -292,8 +293,10 @@ with forked_server() as path:
 
 def test_a_process_forks_a_fork_server_of_its_own_which_ends_with_its_workers(worker: str):
     said = subprocess.run([sys.executable, "-c", FORKED, worker], capture_output=True, text=True, timeout=LIMIT_S)
-    ours = next(line for line in said.stdout.splitlines() if line.startswith("forked "))  # workers write there too
-    _, path, pid, code = ours.split()
+    assert said.returncode == 0, said.stderr
+    ours = re.search(r"forked (\S+) (\d+) (\d+)\n", said.stdout)  # a worker writes there too, and ends in mid-line
+    assert ours, said.stdout
+    path, pid, code = ours.groups()
     assert code == "7"
     assert (
         psutil.wait_procs([psutil.Process(int(pid))] if psutil.pid_exists(int(pid)) else [], timeout=LIMIT_S)[1] == []

@@ -19,6 +19,7 @@ from holdfast.worker.errors import (
     InternalError,
     InvalidRequestError,
     ModelPausedError,
+    NotFoundError,
     PermissionDeniedError,
     QueueFullError,
     RateLimitError,
@@ -101,6 +102,8 @@ ERRORS = {
     UnknownModelError: st.builds(UnknownModelError, texts, st.lists(texts, max_size=3).map(tuple)),
     UnsupportedModelError: st.builds(UnsupportedModelError, texts, texts, texts),
     VersionGoneError: st.builds(VersionGoneError, texts, texts, texts),
+    NotFoundError: st.builds(NotFoundError, texts, texts),
+    PermissionDeniedError: st.builds(PermissionDeniedError, texts, texts),
     **{
         kind: st.builds(kind, texts, pauses) for kind in (CapacityError, QueueFullError, ReplicaError, ModelPausedError)
     },
