@@ -87,7 +87,7 @@ from pathlib import Path
 from holdfast.cluster.serve.worker_launcher import ask, stand_for
 Path("/proc/self/oom_score_adj").write_text("1000")
 connection, pid = ask(sys.argv[1], sys.argv[2:])
-print(pid, flush=True)
+print(pid, file=sys.stderr, flush=True)
 sys.exit(stand_for(connection, pid))
 """
 
@@ -96,9 +96,9 @@ def test_the_score_that_the_raylet_gives_a_launcher_is_its_workers(forks: Path, 
     """When memory runs out, the worker may be ended, and not its launcher, which is small and ends the worker."""
     own = Path("/proc/self/oom_score_adj").read_text()
     command = [sys.executable, "-c", SCORED_LAUNCHER, str(forks), worker, "wait"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
-        scores = [Path(f"/proc/{pid}/oom_score_adj") for pid in (int(launcher.stdout.readline()), launcher.pid)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stderr is not None
+        scores = [Path(f"/proc/{pid}/oom_score_adj") for pid in (int(launcher.stderr.readline()), launcher.pid)]
         while [score.read_text() for score in scores] != ["1000\n", own]:
             assert launcher.poll() is None
             time.sleep(0.01)
