@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -35,17 +36,24 @@ class Work:
         self.num_calls += event == "call"
 
 
-def replay(read: Callable[[bytes], None], kind: str) -> None:
+def num_calls(read: Callable[[bytes], None], kind: str, path: Path) -> int:
+    """Calls that reading a kept input takes."""
     work = Work()
+    try:
+        with work.counted():
+            read(path.read_bytes())
+    except Exception as error:
+        raise AssertionError(f"repeat it with: python -m tests.fuzz --repeat {kind} {path}") from error
+    return work.num_calls
+
+
+def replay(read: Callable[[bytes], None], kind: str) -> None:
     for path in corpus(kind):
-        data = path.read_bytes()
-        try:
-            with work.counted():
-                read(data)
-        except Exception as error:
-            raise AssertionError(f"repeat it with: python -m tests.fuzz --repeat {kind} {path}") from error
-        most = MAX_CALLS + CALLS_PER_BYTE * len(data)
-        assert work.num_calls <= most, f"{path}: {work.num_calls} calls, {most} are allowed"
+        most = MAX_CALLS + CALLS_PER_BYTE * path.stat().st_size
+        count = num_calls(read, kind, path)
+        if count > most:
+            count = num_calls(read, kind, path)  # without what a decoder imports when it is first used
+        assert count <= most, f"{path}: {count} calls, {most} are allowed"
 
 
 @pytest.mark.parametrize(
