@@ -96,6 +96,8 @@ def _next_snapshot(
     config: HoldfastConfig, wanted: Mapping[str, int], directory: Any, version: int, report: Report
 ) -> Snapshot:
     """The next state of the directory. Raises what makes waiting for it pointless, and what `report` raises."""
+    from ray.exceptions import RayActorError
+
     response = directory.watch.remote(version)
     while True:
         report(STARTING, 0, 1)  # again and again: it may raise, which ends the wait
@@ -103,6 +105,10 @@ def _next_snapshot(
             snapshot: Snapshot = response.result(timeout_s=STATUS_PERIOD_S)
         except TimeoutError:
             _raise_if_given_up(config.cluster.namespace, wanted)
+            continue
+        except RayActorError:  # Serve starts the directory again, and its members register there
+            _raise_if_given_up(config.cluster.namespace, wanted)
+            response = directory.watch.remote(version)
             continue
         for member in snapshot.members:
             if member.error is not None and (member.role is Role.ROUTER or member.model in wanted):

@@ -2,6 +2,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayActorError
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve import local
@@ -122,6 +123,23 @@ def test_a_cluster_is_ready_once_its_routers_reach_all_replicas(clock):
     up = wait_until_up(ONE_ROUTER, {"m": 2}, directory, lambda *report: None)
     assert (up.routers, up.num_replicas) == (("127.0.0.1:1",), {"m": 2})
     assert clock == [60.0]
+
+
+def test_a_directory_that_is_lost_during_the_start_is_asked_again(clock, monkeypatch):
+    looks = []
+    monkeypatch.setattr("holdfast.cluster.serve.start_up._raise_if_given_up", lambda *given: looks.append(given))
+    directory = Directory(clock, (1.0, (router(m=1),)), (1.0, (router(m=2), serving("a"), serving("b"))))
+    answers = directory.result
+    lost = iter([RayActorError(), TimeoutError()])
+
+    def result(timeout_s: float) -> Snapshot:
+        if (error := next(lost, None)) is not None:
+            raise error
+        return answers(timeout_s)
+
+    monkeypatch.setattr(directory, "result", result)
+    assert wait_until_up(ONE_ROUTER, {"m": 2}, directory, lambda *report: None).num_replicas == {"m": 2}
+    assert len(looks) == 2, "whether Serve has given up"
 
 
 def test_a_cluster_whose_routers_reach_no_replica_is_never_ready(clock):
