@@ -23,7 +23,8 @@ from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.errors import HoldfastError, ReplicaError
-from holdfast.worker.executors.cpu.products import NativePool, PackedProduct
+from holdfast.worker.executors.cpu.pool import NativePool
+from holdfast.worker.executors.cpu.products import PackedProduct
 from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.hf_backend import HfBackend
 from holdfast.worker.models.linear import Linear

@@ -13,7 +13,8 @@ from holdfast.worker.config import KVCacheDtype
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.cpu.cache import TiledCache, bytes_per_token
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
-from holdfast.worker.executors.cpu.products import LayerAttention, NativePool, PackedProduct, unfit
+from holdfast.worker.executors.cpu.pool import NativePool
+from holdfast.worker.executors.cpu.products import LayerAttention, PackedProduct, unfit
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.step_batch import StepBatch

@@ -210,7 +210,7 @@ def _executor(
     """The executor of a device, and the name of its order of adding."""
     if device.type == "cpu":
         threads = torch.get_num_threads()
-        executor = CpuExecutor(layout, group, max_positions=max_positions, num_threads=threads, uses_up=True)
+        executor = CpuExecutor(layout, group, max_positions=max_positions, threads=threads, uses_up=True)
         return executor, f"{NUMERICS}+{UNIT_NUMERICS}" if has_units(layout) else NUMERICS
     from holdfast.worker.executors.gpu.executor import NUMERICS as GPU_NUMERICS  # loads Triton
     from holdfast.worker.executors.gpu.executor import GpuExecutor

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.worker.config import ModelConfig, WorkerConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
+from holdfast.worker.executors.cpu.products import PackedProduct
 from holdfast.worker.executors.cpu.weight_codes import searched_codes
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.linears import Linear, Norm
@@ -100,19 +100,21 @@ def _refused(config: ModelConfig, reason: str) -> ConfigurationError:
 class NextTokenLayer:
     """The layer, loaded. Give it a cache before it guesses (`allocate_cache`)."""
 
-    def __init__(self, parts: NextTokenParts, model: CpuExecutor, *, max_len: int, max_rows: int, threads: int) -> None:
-        """`model` has the head, and its group's first rank the whole of it, if it is the only one. At most `max_rows`
-        rows of hidden states are kept from step to step.
+    def __init__(self, parts: NextTokenParts, model: CpuExecutor, *, max_len: int, max_rows: int) -> None:
+        """`model` has the head, and its group's first rank the whole of it, if it is the only one; its threads run this
+        layer too: others would wait actively beside them. At most `max_rows` rows of hidden states are kept from step
+        to step.
         """
         shared = model.packed.model.head if model.tensor_parallel_size == 1 else None
         is_coarse = shared is not None and shared.units.bits > 0
         own = None if is_coarse else coarse_head(parts.layout.head.weights[0])
         self._parts = parts
+        self._input = PackedProduct(model.pool, parts.input, None)
         self._executor = CpuExecutor(
             parts.layout if own is None else replace(parts.layout, head=own),
             SingleRank(),
             max_positions=max_len,
-            num_threads=threads,
+            threads=model.pool,
             head=shared if own is None else None,
         )
         self._executor.keeps_hidden = True
@@ -137,8 +139,7 @@ class NextTokenLayer:
         if not leads:
             return None
         max_rows = 2 * config.scheduler.max_num_batched_tokens
-        threads = torch.get_num_threads()
-        return cls(parts, backend.executor, max_len=max_len, max_rows=max_rows, threads=threads)
+        return cls(parts, backend.executor, max_len=max_len, max_rows=max_rows)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -204,7 +205,7 @@ class NextTokenLayer:
         parts = self._parts
         embedded = _normed(parts.embedding_norm, parts.table[token_ids].float())
         pairs = torch.cat((embedded, _normed(parts.hidden_norm, hidden)), -1)
-        return F.linear(pairs.to(parts.input.dtype), parts.input).float()
+        return self._input(pairs).float()
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copies blocks as the model's cache does: a block means the same tokens in both."""

@@ -45,7 +45,7 @@ def base(tmp_path_factory):
 def loads(base):
     library_or_skip()
     executors = [
-        CpuExecutor(stated(base, dtype="bfloat16"), SingleRank(), max_positions=64, num_threads=1) for _ in range(2)
+        CpuExecutor(stated(base, dtype="bfloat16"), SingleRank(), max_positions=64, threads=1) for _ in range(2)
     ]
     loads = Loads(base, executors[0])
     loads.other = executors[1]

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.worker.executors.cpu.products import NativePool, PackedProduct
+from holdfast.worker.executors.cpu.pool import NativePool
+from holdfast.worker.executors.cpu.products import PackedProduct
 from holdfast.worker.models.experts import ExpertRouter, Experts
 from holdfast.worker.models.linear import RowActivation, settle
 

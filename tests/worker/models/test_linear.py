@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.worker.executors.cpu.products import NativePool, PackedProduct
+from holdfast.worker.executors.cpu.pool import NativePool
+from holdfast.worker.executors.cpu.products import PackedProduct
 from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.linear import (
     ColumnParallelLinear,

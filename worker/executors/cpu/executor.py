@@ -19,6 +19,7 @@ from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_differe
 from holdfast.worker.executors.cpu.library import class_of, kept_forms, load_library
 from holdfast.worker.executors.cpu.linear_structures import NativeLinear
 from holdfast.worker.executors.cpu.packing import PackedModel
+from holdfast.worker.executors.cpu.pool import NativePool
 from holdfast.worker.executors.cpu.running_step import RowMemory, RunningStep
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.cpu.shared_weights import arena_for
@@ -47,7 +48,7 @@ class CpuExecutor:
         group: TensorParallelGroup,
         *,
         max_positions: int,
-        num_threads: int,
+        threads: int | NativePool,
         instruction_class: str | None = None,
         uses_up: bool = False,
         compacts: bool | None = None,
@@ -56,11 +57,14 @@ class CpuExecutor:
         """Packs the layout's weights. If it `uses_up` the layout, gives their own memory back, and shares the packed
         ones with other processes that have the same. `compacts`: whether weights of bfloat16 are kept in 12 bits, and
         E4M3 as codes, which changes no bit of any result; None: each where that is faster. `head`: packed by another
-        executor, which lives longer, in place of the layout's.
+        executor, which lives longer, in place of the layout's. `threads`: how many it has; or those of another
+        executor, which run its steps in turn, of that one's instruction class.
 
         Raises `Unavailable` where this machine cannot run it, `NotFiniteError` for a weight with a NaN or an infinity.
         """
-        self._library = load_library(instruction_class)
+        self.pool = threads if isinstance(threads, NativePool) else NativePool(threads, load_library(instruction_class))
+        self._has_own_pool = self.pool is not threads
+        self._library = self.pool.library
         self.instruction_class = class_of(self._library)
         self._group = group
         self._dtype = layout.dtype
@@ -74,9 +78,6 @@ class CpuExecutor:
         self._kv_sources = [kv_source(layer) for layer in layout.layers]
         self._kept_states = [layer.state for layer in layout.layers if layer.state is not None]
         self._in_int8 = False
-        self._pool = self._library.native_pool_create(num_threads, -1, None)
-        if not self._pool:
-            raise ReplicaError(f"{num_threads} threads could not be started")
         kept = kept_forms(self.instruction_class, compacts)
         self.packed = self._pack(layout, kept, uses_up=uses_up, max_positions=max_positions, head=head)
         self._rows = self.packed.model.vocab_rows
@@ -95,8 +96,9 @@ class CpuExecutor:
 
     def _pack(self, layout: DecoderLayout, kept: dict[str, Any], *, uses_up: bool, **others: Any) -> PackedModel:
         arena = arena_for(layout, f"{self.instruction_class} {kept}") if uses_up else Arena()
+        assert self.pool.handle is not None, "it has just begun"
         try:
-            return PackedModel(layout, self._library, self._pool, uses_up=uses_up, arena=arena, **kept, **others)
+            return PackedModel(layout, self._library, self.pool.handle, uses_up=uses_up, arena=arena, **kept, **others)
         except NotFiniteError:
             self.close()
             raise
@@ -107,15 +109,14 @@ class CpuExecutor:
 
     def make_sampler(self) -> NativeSampler:
         """A sampler on the threads of this executor. It is closed before this is."""
-        assert self._pool is not None, "the executor is open"
-        return NativeSampler(self._library, self._pool)
+        assert self.pool.handle is not None, "the executor is open"
+        return NativeSampler(self._library, self.pool.handle)
 
     def close(self) -> None:
         """Raises `ReplicaError` while a step runs on another thread: its buffers stay as they are."""
         self.drop_cache()
-        if self._pool:
-            self._library.native_pool_destroy(self._pool)
-            self._pool = None
+        if self._has_own_pool:
+            self.pool.close()
 
     def _drop_decoder(self) -> None:
         if self._decoder:
@@ -128,7 +129,7 @@ class CpuExecutor:
             self._in_one_call = self._group.size == 1
 
     def __del__(self) -> None:
-        if getattr(self, "_pool", None):
+        if getattr(self, "pool", None):
             with suppress(ReplicaError):
                 self.close()
 
@@ -229,7 +230,7 @@ class CpuExecutor:
         model.vocab_size = self._vocab_size
         self._exchange = meet(self._group, model, self._library)
         self._in_one_call = self._group.size == 1 or self._exchange is not None
-        self._decoder = self._library.native_decoder_create(byref(model), self.packed.dtype, self._pool)
+        self._decoder = self._library.native_decoder_create(byref(model), self.packed.dtype, self.pool.handle)
         if not self._decoder:
             raise ReplicaError(f"out of memory for a step of {num_rows} tokens")
         self._stride = self._library.native_decoder_stride(self._decoder)

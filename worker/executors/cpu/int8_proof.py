@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.cpu.cache import SUB_PAGE, TiledCache
-from holdfast.worker.executors.cpu.products import LayerAttention, NativePool
+from holdfast.worker.executors.cpu.pool import NativePool
+from holdfast.worker.executors.cpu.products import LayerAttention
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.step_batch import StepBatch
 

@@ -1,10 +1,10 @@
 """Products with packed weights, and attention over the KV cache, for modules that are not a decoder's: a row has the
-same bits in any company. And the native library's threads for the modules of one rank.
+same bits in any company.
 """
 
 from collections.abc import Sequence
 from contextlib import suppress
-from ctypes import CDLL, byref
+from ctypes import byref
 from typing import Final
 
 import numpy as np
@@ -14,37 +14,17 @@ from torch import Tensor
 
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 from holdfast.worker.executors.cpu.cache import KEPT_AS_INT8, MAX_HEAD_DIM, TiledCache
-from holdfast.worker.executors.cpu.library import check_outcome, load_library
+from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.linear_structures import NativeLinear
 from holdfast.worker.executors.cpu.part_packing import GROUP, TILE
+from holdfast.worker.executors.cpu.pool import NativePool
 from holdfast.worker.executors.cpu.running_step import array_address
 from holdfast.worker.executors.cpu.step_structures import NativeAttention, NativeAttentionRows, NativeStep
-from holdfast.worker.executors.cpu.tile_memory import NOT_FINITE, Arena
+from holdfast.worker.executors.cpu.tile_memory import NOT_FINITE
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
 from holdfast.worker.executors.finite import refuse
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.step_batch import StepBatch
-
-
-class NativePool:
-    """Used by one thread at a time."""
-
-    def __init__(self, num_threads: int, library: CDLL | None = None) -> None:
-        """`library`: another one than that of the machine's best class. Raises `Unavailable` where this machine does
-        not run the native library.
-        """
-        self.library = library or load_library()
-        self.arena = Arena()
-        self.handle: int | None = self.library.native_pool_create(num_threads, -1, None)
-        if not self.handle:
-            raise ReplicaError(f"{num_threads} threads could not be started")
-
-    def __del__(self) -> None:
-        if getattr(self, "handle", None):
-            with suppress(TypeError):  # at the interpreter's end
-                self.library.native_pool_destroy(self.handle)
-            self.handle = None
-
 
 ROWS_AS: Final = {torch.bfloat16: torch.bfloat16, torch.float16: torch.float32, torch.float32: torch.float32}
 """Dtype in which the library takes rows, by the dtype of the model."""

@@ -54,7 +54,7 @@ class Runner:
             self.layout,
             SingleRank(),
             max_positions=MAX_POSITIONS,
-            num_threads=self.threads,
+            threads=self.threads,
             instruction_class=self.name,
             compacts=self.compacts,
         )

@@ -170,7 +170,7 @@ def test_ranks_have_the_bits_of_one(tiny, size):
     runner.close()
 
     def of_rank(group):
-        executor = CpuExecutor(stated(base, group, "bfloat16"), group, max_positions=4096, num_threads=1)
+        executor = CpuExecutor(stated(base, group, "bfloat16"), group, max_positions=4096, threads=1)
         places = places_of(base, group)
         for slot, folder in enumerate(adapters, 1):
             executor.put_adapter(slot, executor.pack_adapter(places.apply(read_adapter("a", str(folder)))))
@@ -184,7 +184,7 @@ def test_ranks_have_the_bits_of_one(tiny, size):
 
 def proved(base, folder, dtype="float32", group=None, spoil=None):
     """Whether an adapter has an effect, by its proof; `spoil` changes what is packed."""
-    executor = CpuExecutor(stated(base, group, dtype), group or SingleRank(), max_positions=4096, num_threads=1)
+    executor = CpuExecutor(stated(base, group, dtype), group or SingleRank(), max_positions=4096, threads=1)
     places, read = places_of(base, group), read_adapter("a", str(folder))
     adapted = places.apply(read)
     packed = executor.pack_adapter(adapted)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.cpu.cache import TiledCache
-from holdfast.worker.executors.cpu.products import LayerAttention, NativePool, unfit
+from holdfast.worker.executors.cpu.pool import NativePool
+from holdfast.worker.executors.cpu.products import LayerAttention, unfit
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.step_plan import BlockCopy, ScheduledSequence, StepPlan

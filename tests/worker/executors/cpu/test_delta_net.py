@@ -64,7 +64,7 @@ class Runner:
         num_drafts: int = 0,
     ) -> None:
         self.executor = CpuExecutor(
-            layout, group or SingleRank(), max_positions=512, num_threads=threads, instruction_class=name
+            layout, group or SingleRank(), max_positions=512, threads=threads, instruction_class=name
         )
         self.executor.allocate_cache(NUM_BLOCKS, BLOCK_SIZE)
         self.executor.allocate_states(NUM_SLOTS, num_drafts)

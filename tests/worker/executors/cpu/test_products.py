@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.cpu.products import NativePool, PackedProduct
+from holdfast.worker.executors.cpu.pool import NativePool
+from holdfast.worker.executors.cpu.products import PackedProduct
 from tests.examples import examples
 from tests.worker.executors.cpu.native import ALL, BF16, F16, F32, Product, library_or_skip, other_classes, same_bits
 

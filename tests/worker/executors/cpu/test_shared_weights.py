@@ -184,7 +184,7 @@ def test_an_executor_that_keeps_its_layout_shares_nothing(layout):
     from holdfast.worker.executors.tensor_parallel import SingleRank
 
     library_or_skip()
-    executor = CpuExecutor(layout, SingleRank(), max_positions=64, num_threads=1)
+    executor = CpuExecutor(layout, SingleRank(), max_positions=64, threads=1)
     assert type(executor.packed._arena) is Arena
     executor.close()
 

@@ -35,7 +35,7 @@ def layout_in(folder: Path, dtype: torch.dtype) -> DecoderLayout:
 def run(layout: DecoderLayout, name: str, chunks: tuple[int, ...] = (len(IDS),), threads: int = 1) -> Tensor:
     """The logits of a sequence, whose slot another one has left full of NaN."""
     library_or_skip(name)
-    executor = CpuExecutor(layout, SingleRank(), max_positions=128, num_threads=threads, instruction_class=name)
+    executor = CpuExecutor(layout, SingleRank(), max_positions=128, threads=threads, instruction_class=name)
     executor.allocate_cache(8, 16)
     executor.allocate_states(2, 3)
     assert executor._states is not None
