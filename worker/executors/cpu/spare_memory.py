@@ -9,6 +9,8 @@ from typing import Final
 from holdfast.worker.executors.cpu.prefault import LARGE_PAGE, Pages, populate
 from holdfast.worker.executors.cpu.tile_memory import mapped_memory
 
+MOST_BYTES: Final = 256 << 20
+"""Larger memory is not kept."""
 _PAUSE_S: Final = 0.005
 """Between two pages."""
 
@@ -34,13 +36,14 @@ class SpareMemory:
 
     def give(self, memory: mmap.mmap) -> None:
         """Nobody uses this memory any more."""
-        self._kept[:] = [memory]
+        if len(memory) <= MOST_BYTES:
+            self._kept[:] = [memory]
 
     def prepare(self, num_bytes: int) -> None:
         """Keeps fresh memory, if none is kept. A thread makes it ready as long as it is not in use, one large page at a
         time, so that steps meanwhile take little longer.
         """
-        if self._kept or (self.preparing is not None and self.preparing.is_alive()):
+        if num_bytes >= MOST_BYTES or self._kept or (self.preparing is not None and self.preparing.is_alive()):
             return
         self._is_taken.clear()
         self.give(memory := mapped_memory(num_bytes))

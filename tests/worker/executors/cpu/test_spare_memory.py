@@ -1,6 +1,6 @@
 """Spare memory: what one object leaves is what the next one gets."""
 
-from holdfast.worker.executors.cpu.spare_memory import SpareMemory
+from holdfast.worker.executors.cpu.spare_memory import MOST_BYTES, SpareMemory
 from holdfast.worker.executors.cpu.tile_memory import mapped_memory
 
 SIZE = 5 << 20
@@ -32,6 +32,14 @@ def test_fresh_memory_is_made_ready_once():
     assert spare.take(SIZE) is not memory
     spare.preparing.join(60)
     assert not spare.preparing.is_alive(), "memory in use is made ready no more"
+
+
+def test_large_memory_is_not_kept():
+    spare, memory = SpareMemory(), mapped_memory(MOST_BYTES)
+    spare.give(memory)
+    assert spare.take(MOST_BYTES) is not memory
+    spare.prepare(MOST_BYTES)
+    assert spare.preparing is None
 
 
 def test_memory_that_was_left_is_as_good_as_fresh():
