@@ -135,12 +135,17 @@ def test_adapters_of_one_form_have_numbers_of_their_own(base, loads, tmp_path):
     """Their form is found out once, and memory is used again: each is packed as by a replica that has seen no other."""
     folders = [save_adapter(base, tmp_path / str(seed), seed=seed) for seed in range(4)]
     folders.append(save_adapter(base, tmp_path / "few", seed=9, targets=("q_proj", "v_proj"), rank=3))
+    folders.append(save_adapter(base, tmp_path / "half", seed=5, change=halve))
     for number, folder in enumerate([*folders, *folders]):
         found = loads.load(Adapter.in_folder("a", str(folder)))
         fresh = Loads(base, loads.other).load(Adapter.in_folder("a", str(folder)))
         assert bytes(found.memory)[: found.num_bytes] == bytes(fresh.memory)[: fresh.num_bytes], number
         assert found.scales.tolist() == fresh.scales.tolist()
         loads.executor.put_adapter(1, found)
+
+
+def halve(config, tensors):
+    tensors.update({name: tensor.half() for name, tensor in tensors.items()})
 
 
 def other_model(config, tensors):
