@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,14 +17,15 @@ import torch
 from holdfast.worker.adapter import Adapter, described, files_in
 from holdfast.worker.engine.rank_orders import Order
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.cpu.adapters import PackedAdapter
+from holdfast.worker.executors.cpu.adapters import AdapterPlan, PackedAdapter
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.tensor_parallel import Message, TensorParallelGroup
-from holdfast.worker.models.adapter_folder import AdapterFolder, read_adapter
+from holdfast.worker.models.adapter_folder import AdapterFolder, AdapterReader, FormKey
 from holdfast.worker.models.adapter_places import AdapterPlaces
 
 logger = logging.getLogger(__name__)
 
+_MOST_PLANS: Final = 8
 _HEADER: Final = 2  # numbers before the adapter's text: kind, ticket
 
 
@@ -82,6 +84,8 @@ class RankAdapters:
         self._group = group
         self._loads: dict[int, Future[PackedAdapter]] = {}
         self._begun: _Begun | None = None
+        self._reader = AdapterReader()
+        self._plans = WeakKeyDictionary[CpuExecutor, dict[FormKey, AdapterPlan]]()
 
     def begin(self, name: str, path: str, *, replaces: bool = True) -> Adapter:
         """The adapter that lies in a folder now. If its files have changed since the last call, begins to pack and
@@ -95,7 +99,7 @@ class RankAdapters:
         if self._group.size > 1 or is_known or (begun is not None and begun.is_in_work and not replaces):
             return Adapter.in_folder(name, path)
         try:
-            folder = self._places.named(read_adapter(name, path))
+            folder = self._places.named(self._reader.read(name, path))
         except ConfigurationError:
             return Adapter.in_folder(name, path)
         future: Future[PackedAdapter] = Future()
@@ -114,7 +118,7 @@ class RankAdapters:
 
     def load(self, adapter: Adapter) -> PackedAdapter:
         """Loads this rank's share. Raises `ConfigurationError` for an adapter that cannot be served."""
-        folder = self._places.named(read_adapter(adapter.name, adapter.path))
+        folder = self._places.named(self._reader.read(adapter.name, adapter.path))
         try:
             packed = self._packed(folder)
         except ConfigurationError:
@@ -125,11 +129,23 @@ class RankAdapters:
 
     def _packed(self, folder: AdapterFolder) -> PackedAdapter:
         executor = self._executor()
-        applied = self._places.apply(folder)
-        packed = executor.pack_adapter(applied)
-        if not self._places.prove(folder, applied, executor.dtype, packed.compare):
+        packed = executor.pack_adapter(self._plan(folder, executor), folder.content)
+        folder.check_finite()
+        if not self._places.prove(folder, packed.differences, executor.dtype):
             logger.warning("%s: it adds nothing but zeros, so that outputs are those of the model alone", folder.given)
+        folder.let_go()
         return packed
+
+    def _plan(self, folder: AdapterFolder, executor: CpuExecutor) -> AdapterPlan:
+        """How adapters of its form are packed: the last ones are kept."""
+        plans = self._plans.setdefault(executor, {})
+        plan = plans.get(folder.key)
+        if plan is None:
+            plan = executor.plan_adapter(self._places.apply(folder))
+            if len(plans) >= _MOST_PLANS:
+                plans.clear()
+            plans[folder.key] = plan
+        return plan
 
     def load_named(self, folders: Mapping[str, str]) -> tuple[Adapter, ...]:
         """Loads each adapter of the settings once, as a check at the start, and returns them. Raises

@@ -30,8 +30,8 @@ _IN_TABLES: Final = 2**40
 _PROOF_LIMIT: Final = 1e-4
 """Largest error of an addition, as a share of its usual size: sums are float32."""
 
-Compare: TypeAlias = Callable[[str, AdaptedLinear, Tensor], Sequence[Difference]]
-"""Comparison of what an executor adds at a place with the product of matrices, by module, for inputs."""
+Differences: TypeAlias = Mapping[str, Sequence[Difference]]
+"""Between what an executor adds at each place and the product of matrices, by module, for fixed inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +55,12 @@ class Place:
 
     def adapted(self, modules: Mapping[str, LowRank]) -> AdaptedLinear | None:
         """Matrices that an adapter adds here; None: it has none of these modules."""
-        parts = tuple(self._own(modules.get(name)) for name in self.modules)
+        parts = tuple(modules.get(name) for name in self.modules)
         if not any(parts):
             return None
-        return AdaptedLinear(parts=parts, part_of=self.module_of, rows=self.rows)
-
-    def _own(self, one: LowRank | None) -> LowRank | None:
-        first, length = int(self.columns[0]), len(self.columns)
-        if one is None or length == one.a.shape[1]:
-            return one
-        is_run = np.array_equal(self.columns, np.arange(first, first + length))
-        a = one.a[:, first : first + length] if is_run else one.a[:, torch.from_numpy(self.columns)]
-        return LowRank(a=a, b=one.b, scale=one.scale)
+        return AdaptedLinear(
+            parts=parts, part_of=self.module_of, rows=self.rows, columns=self.columns, probe=self.probe
+        )
 
 
 class AdapterPlaces:
@@ -111,31 +105,26 @@ class AdapterPlaces:
                 )
             if (one.b.shape[0], one.a.shape[1]) != shape:
                 raise folder.refused(
-                    f"{name} has lora_A {tuple(one.a.shape)} and lora_B {tuple(one.b.shape)}, and the model's linear "
+                    f"{name} has lora_A {one.a.shape} and lora_B {one.b.shape}, and the model's linear "
                     f"has {shape[1]} inputs and {shape[0]} outputs: it is an adapter of another model"
                 )
         self._check_complete(folder)
         found = {key: place.adapted(folder.modules) for key, place in self._places.items() if place is not None}
         return {key: adapted for key, adapted in found.items() if adapted is not None}
 
-    def prove(
-        self, folder: AdapterFolder, applied: Mapping[str, AdaptedLinear], dtype: torch.dtype, compare: Compare
-    ) -> bool:
-        """Whether an adapter adds anything to fixed inputs. `applied`: by `apply`. `compare(place, matrices, inputs)`:
-        the executor's addition, with the packed matrices and the products of a step, beside that of a merged model's
-        weights; both must be equal.
+    def prove(self, folder: AdapterFolder, differences: Differences, dtype: torch.dtype) -> bool:
+        """Whether an adapter adds anything to fixed inputs. `differences`: by place, between the executor's addition,
+        with the packed matrices and the products of a step, and that of a merged model's weights.
 
-        Raises `ConfigurationError` if they are not, if a tensor is applied at two places or at none, and if rounding to
-        the model's `dtype` leaves nothing of the adapter.
+        Raises `ConfigurationError` if they are not equal, if a tensor is applied at two places or at none, and if
+        rounding to the model's `dtype` leaves nothing of the adapter.
         """
         times, has_effect = Counter[str](), False
-        for key, place in self._places.items():
-            adapted = applied.get(key)
-            if place is None or adapted is None:
-                continue
-            differences = compare(key, adapted, place.probe)
-            for name, part, (error, largest, usual) in zip(place.modules, adapted.parts, differences, strict=True):
-                if part is None:
+        for key, of_parts in differences.items():
+            place = self._places[key]
+            assert place is not None, "what is applied has a place"
+            for name, (error, largest, usual) in zip(place.modules, of_parts, strict=True):
+                if name not in folder.modules:
                     continue
                 times[name] += 1
                 if not error <= _PROOF_LIMIT * max(usual, largest):  # NaN is refused, too
@@ -153,7 +142,7 @@ class AdapterPlaces:
     def _check_complete(self, folder: AdapterFolder) -> None:
         """Layers that it has nothing of may have been left out (`layers_to_transform`); the others are whole."""
         layers = {_layer_of(name) for name in folder.modules}
-        if missing := [name for name in folder.misses(self._shapes) if _layer_of(name) in layers]:
+        if missing := [name for name in folder.form.misses(folder.given, self._shapes) if _layer_of(name) in layers]:
             raise folder.refused(f"target_modules name {missing[0]}, and there are no tensors of it")
 
 
@@ -212,6 +201,6 @@ def _place(rows: Sequence[Tensor], columns: Sequence[Tensor], numbers: _Numbers)
         shapes=tuple(numbers.shapes[number] for number in used.tolist()),
         module_of=module_of,
         rows=own,
-        columns=inputs.numpy(),
+        columns=np.ascontiguousarray(inputs.numpy()),
         probe=((inputs * 37 + 11) % 127 - 63).float() / 64,
     )

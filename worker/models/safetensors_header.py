@@ -62,7 +62,7 @@ def read_tensors(path: Path, content: memoryview) -> dict[str, StoredTensor]:
     Raises `ValueError`, and what else comes of JSON that is no header.
     """
     length = _length(path, content[:8])
-    header = _whole(path, bytes(content[8 : 8 + length]), length)
+    header = _whole(path, header_bytes(content), length)
     begin = reached = 8 + len(header)
     found = {}
     for name, entry in sorted(_checked(path, header).items(), key=lambda item: item[1]["data_offsets"]):
@@ -73,6 +73,11 @@ def read_tensors(path: Path, content: memoryview) -> dict[str, StoredTensor]:
     if reached != len(content):
         raise ValueError(f"its tensors end at {reached}, and it has {len(content)} bytes")
     return found
+
+
+def header_bytes(content: memoryview) -> bytes:
+    """The header in a file's content, or what there is of it."""
+    return bytes(content[8 : 8 + min(int.from_bytes(content[:8], "little"), _MAX_HEADER)])
 
 
 def _header_of(path: Path) -> bytes:

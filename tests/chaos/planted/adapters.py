@@ -16,9 +16,8 @@ def wrong_scale() -> None:
     put = CpuExecutor.put_adapter
 
     def planted(self: CpuExecutor, slot: int, adapter: PackedAdapter | None) -> None:
-        for kept in () if adapter is None else adapter._kept:
-            if getattr(kept, "dtype", None) == "float32":  # an array of scales
-                kept *= 1.5
+        if adapter is not None:
+            adapter.scales *= 1.5
         put(self, slot, adapter)
 
     CpuExecutor.put_adapter = planted  # type: ignore[method-assign]

@@ -4,10 +4,12 @@ import json
 import shutil
 import threading
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 import torch
 
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.engine.adapters import AdapterGoneError, RankAdapters
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
@@ -16,7 +18,7 @@ from holdfast.worker.models.adapter_places import AdapterPlaces
 from holdfast.worker.models.stated_config import read_stated_config
 from tests.parity.families import save_tiny_model
 from tests.worker.executors.cpu.native import library_or_skip
-from tests.worker.models.adapter_folders import save_adapter
+from tests.worker.models.adapter_folders import PREFIX, save_adapter
 from tests.worker.models.layouts import stated
 
 
@@ -60,19 +62,19 @@ def test_a_load_that_was_begun_needs_the_folder_no_more(base, loads, tmp_path):
     shutil.rmtree(folder)
     shutil.copytree(other, folder)
     assert loads.fetched(1, adapter) is None
-    found = loads.executor._adapters[1]._kept[0]
+    found = bytes(loads.executor._adapters[1].memory)
     assert isinstance(loads.fetched(2, adapter), AdapterGoneError), "it is taken once, and then read again"
     assert loads.fetched(3, loads.begin("a", str(folder))) is None
-    assert not torch.equal(found, loads.executor._adapters[3]._kept[0])
-    assert torch.equal(loads.executor._adapters[3]._kept[0], loaded(loads, "b", other))
+    assert found != bytes(loads.executor._adapters[3].memory)
+    assert bytes(loads.executor._adapters[3].memory) == loaded(loads, "b", other)
 
 
 def loaded(loads, name, folder):
-    """The numbers of an adapter that no load was begun of."""
+    """The packed matrices of an adapter that no load was begun of."""
     adapter = loads.begin(name, str(folder))
     loads._begun = None
     assert loads.fetched(9, adapter) is None
-    return loads.executor._adapters[9]._kept[0]
+    return bytes(loads.executor._adapters[9].memory)
 
 
 def test_files_that_have_not_changed_are_packed_once(base, loads, tmp_path):
@@ -114,6 +116,36 @@ def test_faults_are_those_of_the_request(base, loads, tmp_path):
     assert "of another model" in str(loads.fetched(2, loads.begin("stranger", str(stranger))))
     with pytest.raises(ConfigurationError, match="cannot be read"):
         loads.begin("gone", str(tmp_path / "nowhere"))
+
+
+def test_a_number_that_is_none_is_refused_by_name(base, loads, tmp_path):
+    """Also after an adapter of the same form."""
+    assert loads.fetched(1, loads.begin("a", str(save_adapter(base, tmp_path / "a")))) is None
+    for part, number in (("A", float("nan")), ("B", float("inf"))):
+        folder = save_adapter(base, tmp_path / part, change=partial(spoil, part, number))
+        error = str(loads.fetched(2, loads.begin(part, str(folder))))
+        assert f"layers.1.self_attn.q_proj.lora_{part}.weight has a NaN or an infinity" in error
+
+
+def spoil(part, number, config, tensors):
+    tensors[f"{PREFIX}model.layers.1.self_attn.q_proj.lora_{part}.weight"][3, 5] = number
+
+
+def test_adapters_of_one_form_have_numbers_of_their_own(base, loads, tmp_path):
+    """Their form is found out once, and memory is used again: each is packed as by a replica that has seen no other."""
+    folders = [save_adapter(base, tmp_path / str(seed), seed=seed) for seed in range(4)]
+    folders.append(save_adapter(base, tmp_path / "few", seed=9, targets=("q_proj", "v_proj"), rank=3))
+    folders.append(save_adapter(base, tmp_path / "half", seed=5, change=halve))
+    for number, folder in enumerate([*folders, *folders]):
+        found = loads.load(Adapter.in_folder("a", str(folder)))
+        fresh = Loads(base, loads.other).load(Adapter.in_folder("a", str(folder)))
+        assert bytes(found.memory)[: found.num_bytes] == bytes(fresh.memory)[: fresh.num_bytes], number
+        assert found.scales.tolist() == fresh.scales.tolist()
+        loads.executor.put_adapter(1, found)
+
+
+def halve(config, tensors):
+    tensors.update({name: tensor.half() for name, tensor in tensors.items()})
 
 
 def other_model(config, tensors):

@@ -5,12 +5,11 @@ A linear of a layout is a stack of modules, some of which have separate adapters
 x))`, with the ranks of all modules one after the other, and each output uses the ranks of its module.
 """
 
-import ctypes
+import mmap
 from collections.abc import Mapping
-from ctypes import CDLL, byref
+from ctypes import CDLL
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -18,35 +17,44 @@ from torch import Tensor
 
 from holdfast.worker.executors.cpu.adapted_outputs import LANES, AdaptedOutputs, Site
 from holdfast.worker.executors.cpu.library import check_outcome
-from holdfast.worker.executors.cpu.linear_structures import NativeAdapted, NativeAdapter, NativeLowRank
+from holdfast.worker.executors.cpu.linear_structures import (
+    NativeAdapted,
+    NativeAdaptedSite,
+    NativeAdapter,
+    NativeLowRank,
+)
 from holdfast.worker.executors.cpu.packed_rows import IntArray
-from holdfast.worker.executors.cpu.part_packing import GROUP
-from holdfast.worker.executors.cpu.tile_memory import mapped_memory
+from holdfast.worker.executors.cpu.tile_memory import address_of
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
 from holdfast.worker.executors.layout import Attention, DecoderLayout, Mlp
 from holdfast.worker.executors.linears import Linear
+
+
+class StoredMatrix(NamedTuple):
+    """A matrix in the content of a file, row by row."""
+
+    dtype: torch.dtype
+    shape: tuple[int, int]
+    first: int
+    """Place of its first byte."""
+
+    def of(self, content: memoryview) -> Tensor:
+        """Its numbers, in place."""
+        count = self.shape[0] * self.shape[1]
+        if not count:
+            return torch.empty(self.shape, dtype=self.dtype)
+        return torch.frombuffer(content, dtype=self.dtype, count=count, offset=self.first).view(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
     """Matrices of one module, which adds `scale * b a x`."""
 
-    a: Tensor
-    """[rank, inputs], of a floating type, as stored."""
-    b: Tensor
+    a: StoredMatrix
+    """[rank, inputs], of a floating type."""
+    b: StoredMatrix
     """[outputs, rank]"""
     scale: float
-
-    def __post_init__(self) -> None:
-        assert self.a.stride(1) == 1, "inputs of a rank follow each other"
-        assert self.b.is_contiguous(), "B is whole"
-
-    @property
-    def native(self) -> NativeLowRank:
-        """The matrices as the library reads them, as long as this lives."""
-        a, b = self.a, self.b
-        types = DTYPES[a.dtype], DTYPES[b.dtype]
-        return NativeLowRank(a.data_ptr(), b.data_ptr(), a.stride(0), self.scale, a.shape[0], *types)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,23 +62,25 @@ class AdaptedLinear:
     """Numbers that are added to one linear."""
 
     parts: tuple[LowRank | None, ...]
-    """Matrices of each of its modules, with the inputs of this rank and all outputs; None: the module has none."""
+    """Matrices of each of its modules; None: the module has none."""
     part_of: IntArray
     """[outputs of this rank] the number of an output's module."""
     rows: IntArray
     """[outputs of this rank] which output of its module it is."""
+    columns: IntArray
+    """[inputs of this rank] which input of its modules each is."""
+    probe: Tensor
+    """[inputs of this rank] fixed inputs, float32, by which it is proved: numbers that the model's dtype has."""
 
-    @cached_property
+    @property
     def ranks(self) -> tuple[int, ...]:
         """Rank of each part; 0: there is none."""
         return tuple(0 if part is None else part.a.shape[0] for part in self.parts)
 
-    @cached_property
-    def native(self) -> ctypes.Array[NativeLowRank]:
-        """The matrices as the library reads them, as long as this lives."""
-        return (NativeLowRank * len(self.parts))(
-            *(NativeLowRank() if one is None else one.native for one in self.parts)
-        )
+    @property
+    def is_run(self) -> bool:
+        """Whether its inputs follow each other."""
+        return np.array_equal(self.columns, np.arange(len(self.columns)) + self.columns[0])
 
 
 def adaptable(layout: DecoderLayout) -> dict[str, Linear]:
@@ -98,91 +108,129 @@ class Difference(NamedTuple):
 
 
 _NUMBERS_OF_LINE: Final = 32  # places are multiples of it: a cache line or two
+_STORED: Final = {**DTYPES, torch.float64: 3}  # of matrices in files (`native/adapter_numbers.h`)
+_LOW_RANK, _SITE, _ADAPTED = (np.dtype(one) for one in (NativeLowRank, NativeAdaptedSite, NativeAdapted))
+
+
+class AdapterPlan:
+    """How all adapters of one form are packed: everything but the matrices' numbers."""
+
+    def __init__(self, sites: Mapping[str, Site], adapted: Mapping[str, AdaptedLinear], dtype: torch.dtype) -> None:
+        """Numbers are rounded to `dtype`, the model's."""
+        self.dtype, self.num_sites, self.places = dtype, len(sites), tuple(adapted)
+        plans = [_Plan(sites[place], one) for place, one in adapted.items()]
+        self.num_parts = [len(one.parts) for one in adapted.values()]
+        ends = np.cumsum([0, *(plan.length for plan in plans)]) * dtype.itemsize
+        self.num_bytes = int(ends[-1])
+        self.scales = np.concatenate([np.zeros(0, dtype=np.float32), *(plan.scales for plan in plans)])
+        """Of all ranks."""
+        self.parts = np.array([part for one in adapted.values() for part in _parts(one)], dtype=_LOW_RANK)
+        """Matrices of all linears; their addresses are places in a file's content."""
+        self.adapted = np.zeros(len(plans), dtype=_ADAPTED)
+        """Packed matrices of each linear; addresses are places in memory, and among the scales."""
+        self.sites = np.zeros(len(plans), dtype=_SITE)
+        """What each linear is packed from; addresses of parts are places among them."""
+        self._kept = plans  # their arrays
+        numbers = {place: number for number, place in enumerate(sites)}
+        first_part = first_rank = 0
+        for index, (place, plan) in enumerate(zip(adapted, plans, strict=True)):
+            a = int(ends[index])
+            b = a + plan.length_of_a * dtype.itemsize
+            self.adapted[index] = a, b, first_rank * 4, plan.spans.ctypes.data, len(plan.scales)
+            self.sites[index] = plan.native(first_part * _LOW_RANK.itemsize, dtype, numbers[place])
+            first_part, first_rank = first_part + len(plan.added.parts), first_rank + len(plan.scales)
 
 
 class PackedAdapter:
     """One rank's share of an adapter. `native` and its arrays live as long as this."""
 
-    def __init__(
-        self, library: CDLL, sites: Mapping[str, Site], adapted: Mapping[str, AdaptedLinear], dtype: torch.dtype
-    ) -> None:
-        """Numbers are rounded to `dtype`, the model's. It touches nothing that a step uses."""
-        self._library, self._dtype = library, dtype
-        self._plans = {place: _Plan(sites[place], added) for place, added in adapted.items()}
-        length = sum(plan.length for plan in self._plans.values())
-        self._memory = mapped_memory(length * dtype.itemsize)
-        """Memory of all matrices: small ones by themselves would get small pages."""
-        numbers = torch.frombuffer(self._memory, dtype=dtype, count=length)
-        scales = np.zeros(sum(plan.num_ranks for plan in self._plans.values()), dtype=np.float32)
-        self._kept: list[Any] = [numbers, scales]
-        self._linears = (NativeAdapted * len(sites))()
-        self._numbers = {place: number for number, place in enumerate(sites)}
-        address, address_of_scales = numbers.data_ptr(), scales.ctypes.data
-        for place, plan in self._plans.items():
-            b, spans = address + plan.length_of_a * dtype.itemsize, plan.spans.ctypes.data
-            own = NativeAdapted(address, b, address_of_scales, spans, plan.num_ranks)
-            self._pack(plan, adapted[place], own)
-            _put_scales(adapted[place], scales)
-            self._linears[self._numbers[place]] = own
-            self._kept.append(plan.spans)
-            scales = scales[plan.num_ranks :]
-            address, address_of_scales = address + plan.length * dtype.itemsize, address_of_scales + own.ranks * 4
-        self.native = NativeAdapter(linears=ctypes.addressof(self._linears))
-
-    def _pack(self, plan: "_Plan", added: AdaptedLinear, to: NativeAdapted) -> None:
-        site, outputs = plan.site, plan.outputs
-        sizes = site.slices, site.slice_length, site.filled_length, len(plan.spans)
-        arrays = outputs.part_of.ctypes.data, outputs.rows_of.ctypes.data, to.spans
-        of_parts = added.native, len(added.parts), DTYPES[self._dtype]
-        outcome = self._library.native_pack_adapted(*of_parts, *sizes, *arrays, to.a, to.b)
-        check_outcome(outcome, "the packing of an adapter")
-
-    def compare(self, place: str, adapted: AdaptedLinear, row: Tensor) -> list[Difference]:
-        """Numbers that a step adds to one row of a linear's outputs, beside `scale * b a x` of the matrices of each of
-        its modules; zeros of a module that has none. `row`: float32 inputs [inputs of this rank], numbers that the
-        model's dtype has. On the calling thread, beside any step.
+    def __init__(self, library: CDLL, plan: AdapterPlan, content: memoryview, memory: mmap.mmap) -> None:
+        """`content`: of the file. `memory`: of at least `plan.num_bytes`, for all packed matrices: small ones by
+        themselves would get small pages. It touches nothing that a step uses.
         """
-        found, num_parts = self.added(place, row), len(adapted.parts)
-        differences = np.empty((num_parts, 3), dtype=np.float32)
-        place_of = self._plans[place].outputs.place_of
-        outcome = self._library.native_compare_added(
-            *(adapted.native, num_parts, DTYPES[self._dtype], row.data_ptr(), row.shape[0]),
-            *(adapted.part_of.ctypes.data, adapted.rows.ctypes.data, place_of.ctypes.data, len(place_of)),
-            *(found.ctypes.data, differences.ctypes.data),
-        )
-        check_outcome(outcome, "the proof of an adapter")
-        return [Difference(*numbers) for numbers in differences.tolist()]
+        self._library, self._plan, self.memory = library, plan, memory
+        self.num_bytes = plan.num_bytes
+        self.scales = plan.scales.copy()
+        own = plan.adapted.copy()
+        own["a"] += address_of(memory)
+        own["b"] += address_of(memory)
+        own["scales"] += self.scales.ctypes.data
+        self.linears = np.zeros(plan.num_sites, dtype=_ADAPTED)
+        """Of all linears that may have adapters."""
+        self.linears[plan.sites["number"]] = own
+        self.native = NativeAdapter(linears=self.linears.ctypes.data)
+        self.differences = self._load(content, packs=True)
+        """What a step adds, beside the matrices: for each part of each linear. To be proved (`adapter_places.py`)."""
 
-    def added(self, place: str, row: Tensor) -> np.ndarray:
-        """Numbers that a step adds to one row of a linear's packed outputs, float32, with inputs as for `compare`."""
-        site = self._plans[place].site
-        filled = site.filled(row, torch.bfloat16 if self._dtype == torch.bfloat16 else torch.float32)
-        packed = np.empty(len(site.rows), dtype=np.float32)
-        sizes = site.slices, site.filled_length, len(site.rows) // GROUP
-        linear = byref(self._linears[self._numbers[place]])
-        self._library.native_added(linear, DTYPES[self._dtype], filled.data_ptr(), *sizes, packed.ctypes.data)
-        return packed
+    def compare(self, content: memoryview) -> dict[str, list[Difference]]:
+        """The differences once more, as it is packed now."""
+        return self._load(content, packs=False)
+
+    def _load(self, content: memoryview, *, packs: bool) -> dict[str, list[Difference]]:
+        plan, parts, sites = self._plan, self._plan.parts.copy(), self._plan.sites.copy()
+        address = np.frombuffer(content, dtype=np.uint8).ctypes.data
+        parts["a"] += address
+        parts["b"] += address
+        sites["parts"] += parts.ctypes.data
+        found = np.empty((len(parts), 3), dtype=np.float32)
+        arrays = sites.ctypes.data, self.linears.ctypes.data, len(sites)
+        outcome = self._library.native_load_adapter(*arrays, DTYPES[plan.dtype], packs, found.ctypes.data)
+        check_outcome(outcome, "an adapter")
+        rows = iter(found.tolist())
+        return {
+            place: [Difference(*next(rows)) for _ in range(count)]
+            for place, count in zip(plan.places, plan.num_parts, strict=True)
+        }
 
 
 class _Plan:
     """Places of the numbers of one linear's adapter, in separate memory."""
 
     def __init__(self, site: Site, added: AdaptedLinear) -> None:
-        self.site = site
+        self.site, self.added = site, added
         self.outputs: AdaptedOutputs = site.outputs(added.part_of, added.rows)
-        self.num_ranks = -(-sum(added.ranks) // LANES) * LANES
-        """Ranks, filled up."""
+        self.scales = _scales(added)
         self.spans = self.outputs.spans(added.ranks)
-        self.length_of_a = self.num_ranks * site.slices * site.filled_length
+        self.length_of_a = len(self.scales) * site.slices * site.filled_length
         last = self.spans[-1]
         of_b = int(last["place"]) + int(last["end"] - last["first"]) * LANES
         self.length = -(-(self.length_of_a + of_b) // _NUMBERS_OF_LINE) * _NUMBERS_OF_LINE
+        self._kept: tuple[Tensor, ...] = ()
+
+    def native(self, parts: int, dtype: torch.dtype, number: int) -> tuple[int, ...]:
+        """As `NativeAdaptedSite`."""
+        site, added, outputs = self.site, self.added, self.outputs
+        filled = site.filled(added.probe, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+        self._kept = (filled,)
+        columns = 0 if added.is_run else added.columns.ctypes.data
+        sizes = site.slice_length, site.filled_length
+        packed = outputs.part_of.ctypes.data, outputs.rows_of.ctypes.data
+        of_outputs = added.part_of.ctypes.data, added.rows.ctypes.data, outputs.place_of.ctypes.data
+        counts = len(outputs.place_of), len(added.parts), site.slices, len(self.spans), number
+        return parts, *sizes, *packed, columns, added.probe.data_ptr(), filled.data_ptr(), *of_outputs, *counts
 
 
-def _put_scales(added: AdaptedLinear, scales: np.ndarray) -> None:
-    """Writes the scale of each rank, those of one part after those of the other."""
-    first = 0
-    for rank, part in zip(added.ranks, added.parts, strict=True):
-        if part is not None:
-            scales[first : first + rank] = part.scale
-        first += rank
+def _scales(added: AdaptedLinear) -> np.ndarray:
+    """The scale of each rank, those of one part after those of the other; zeros of those that fill them up."""
+    own = [(rank, part.scale) for rank, part in zip(added.ranks, added.parts, strict=True) if part is not None]
+    scales = np.repeat(np.array([scale for _, scale in own], dtype=np.float32), [rank for rank, _ in own])
+    return np.pad(scales, (0, -len(scales) % LANES))
+
+
+def _parts(added: AdaptedLinear) -> list[tuple[int, int, int, float, int, int, int]]:
+    """As `NativeLowRank`."""
+    first = int(added.columns[0]) if added.is_run else 0
+    return [
+        (0, 0, 0, 0.0, 0, 0, 0)
+        if part is None
+        else (
+            part.a.first + first * part.a.dtype.itemsize,
+            part.b.first,
+            part.a.shape[1],
+            part.scale,
+            part.a.shape[0],
+            _STORED[part.a.dtype],
+            _STORED[part.b.dtype],
+        )
+        for part in added.parts
+    ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.cpu.adapters import AdaptedLinear, PackedAdapter
+from holdfast.worker.executors.cpu.adapters import AdaptedLinear, AdapterPlan, PackedAdapter
 from holdfast.worker.executors.cpu.cache import KEPT_AS_INT8, BlockForm, TiledCache, last_block
 from holdfast.worker.executors.cpu.exchange import Exchange, check_step, meet, segments_with_sums, tree_sum
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
@@ -23,6 +23,7 @@ from holdfast.worker.executors.cpu.pool import NativePool
 from holdfast.worker.executors.cpu.running_step import RowMemory, RunningStep
 from holdfast.worker.executors.cpu.sampler import NativeSampler
 from holdfast.worker.executors.cpu.shared_weights import arena_for
+from holdfast.worker.executors.cpu.spare_memory import SpareMemory
 from holdfast.worker.executors.cpu.states import VALUE_BYTES, StateCache
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.finite import NotFiniteError
@@ -91,6 +92,7 @@ class CpuExecutor:
         self.hidden = torch.empty(0)
         """[rows, hidden] behind the last layer of the last step; the next one writes over it."""
         self._adapters: dict[int, PackedAdapter] = {}
+        self._spare = SpareMemory()  # of adapters
         self._own_logits, self._all_logits, self._hidden_rows = RowMemory(), RowMemory(), RowMemory()
         self._block_best, self._block_mass = RowMemory(), RowMemory()
 
@@ -361,15 +363,21 @@ class CpuExecutor:
         """Dtype of the model, which adapters are rounded to."""
         return self._dtype
 
-    def pack_adapter(self, adapted: Mapping[str, AdaptedLinear]) -> PackedAdapter:
-        """This rank's share of an adapter, by the places of its linears. Safe to call from any thread, at any time."""
-        return PackedAdapter(self._library, self.packed.sites, adapted, self._dtype)
+    def plan_adapter(self, adapted: Mapping[str, AdaptedLinear]) -> AdapterPlan:
+        """How adapters of one form are packed, by the places of their linears. Safe to call from any thread."""
+        return AdapterPlan(self.packed.sites, adapted, self._dtype)
+
+    def pack_adapter(self, plan: AdapterPlan, content: memoryview) -> PackedAdapter:
+        """This rank's share of an adapter, from the content of its file. Safe to call from any thread, at any time."""
+        return PackedAdapter(self._library, plan, content, self._spare.take(plan.num_bytes))
 
     def put_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
-        """Steps from now on find it in this slot, from 1 on; None: nothing. Between two steps."""
-        self._adapters.pop(slot, None)
+        """Steps from now on find it in this slot, from 1 on; None: nothing. Between two steps. Ends what was there."""
+        if (last := self._adapters.pop(slot, None)) is not None:
+            self._spare.give(last.memory)
         if adapter is not None:
             self._adapters[slot] = adapter
+            self._spare.prepare(adapter.num_bytes)
 
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
         """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their pages. A layer that

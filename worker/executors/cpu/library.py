@@ -17,7 +17,7 @@ from holdfast.worker.executors.cpu.build import (
     digest,
     is_current,
 )
-from holdfast.worker.executors.cpu.linear_structures import NativeAdapted, NativeLinear, NativeLowRank, NativeUnits
+from holdfast.worker.executors.cpu.linear_structures import NativeLinear, NativeUnits
 from holdfast.worker.executors.cpu.model_structures import NativeModel
 from holdfast.worker.executors.cpu.step_structures import (
     NativeAttention,
@@ -200,12 +200,7 @@ def _declared(library: CDLL) -> CDLL:
     _declare(
         library, "native_multiply", c_int, c_void_p, POINTER(NativeLinear), c_int, c_void_p, c_long, c_int, c_void_p
     )
-    _declare(library, "native_added", None, POINTER(NativeAdapted), c_int, c_void_p, c_int, c_long, c_int, c_void_p)
-    low_rank = (POINTER(NativeLowRank), c_int, c_int)
-    sizes_of_site = (c_int, c_long, c_long, c_int)
-    _declare(library, "native_pack_adapted", c_int, *low_rank, *sizes_of_site, *(c_void_p,) * 5)
-    outputs = (*(c_void_p,) * 3, c_long)
-    _declare(library, "native_compare_added", c_int, *low_rank, c_void_p, c_long, *outputs, c_void_p, c_void_p)
+    _declare(library, "native_load_adapter", c_int, c_void_p, c_void_p, c_int, c_int, c_int, c_void_p)
     _declare(library, "native_attention_create", c_void_p, POINTER(NativeAttention), c_int, c_int, c_int, c_void_p)
     _declare(library, "native_attention_destroy", c_int, c_void_p)
     _declare(library, "native_attention_begin", c_int, c_void_p, POINTER(NativeStep))

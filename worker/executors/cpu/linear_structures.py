@@ -69,3 +69,26 @@ class NativeLowRank(Structure):
         ("a_dtype", c_int),
         ("b_dtype", c_int),
     )
+
+
+class NativeAdaptedSite(Structure):
+    """What a LoRA adapter is packed from for one linear, and fixed inputs by which it is proved."""
+
+    _fields_ = (
+        ("parts", c_void_p),
+        ("slice_length", c_long),
+        ("filled_length", c_long),
+        ("part_of", c_void_p),
+        ("rows", c_void_p),
+        ("columns", c_void_p),
+        ("probe", c_void_p),
+        ("filled_probe", c_void_p),
+        ("output_parts", c_void_p),
+        ("output_rows", c_void_p),
+        ("output_places", c_void_p),
+        ("outputs", c_long),
+        ("num_parts", c_int),
+        ("slices", c_int),
+        ("blocks", c_int),
+        ("number", c_int),
+    )

@@ -7,6 +7,7 @@ from typing import Final
 
 from holdfast.worker.executors.cpu.linear_structures import (
     NativeAdapted,
+    NativeAdaptedSite,
     NativeAdapter,
     NativeLinear,
     NativeLowRank,
@@ -41,6 +42,6 @@ STRUCTURES: Final = (
     *(NativeUnits, NativePanel, NativeLinear, NativeNorm, NativeMlp, NativeExperts, NativeRotary, NativeShortConv),
     *(NativeRecurrence, NativeLatent, NativeLayerInput, NativeTokenInputs, NativeLayer, NativeExchange, NativeModel),
     *(NativeStep, NativeEdits, NativeDraw, NativeDrawn, NativeAttention, NativeAttentionRows, NativeSpan),
-    *(NativeAdapted, NativeAdapter, NativeLowRank),
+    *(NativeAdapted, NativeAdapter, NativeLowRank, NativeAdaptedSite),
 )
 """Sizes that must equal the library's: a missing field would shift all fields after it."""

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from holdfast.worker.executors.cpu.adapted_outputs import LANES, Site
-from holdfast.worker.executors.cpu.adapters import AdaptedLinear, LowRank, PackedAdapter
+from holdfast.worker.executors.cpu.adapters import AdaptedLinear, AdapterPlan, LowRank, PackedAdapter, StoredMatrix
+from holdfast.worker.executors.cpu.tile_memory import mapped_memory
 from tests.worker.executors.cpu.native import library_or_skip
 
 INPUTS = 6
@@ -29,45 +30,82 @@ CASES = {
     "alternating": ([*range(16), *range(32, 48), *range(16, 32), *range(48, 64)], [32, 32], [4, 4]),
     "alternating, of different ranks": ([*range(16), *range(32, 48), *range(16, 32), *range(48, 64)], [32, 32], [4, 9]),
     "irregular": ([*range(16), *range(16, 32), *range(48, 64), *range(32, 48)], [48, 16], [2, 3]),
-    "in one block": (padded(range(12), range(12, 24), range(24, 40)), [6, 14, 20], [3, 1, 2]),
+    "in one block": ([*padded(range(12), range(12, 24), range(24, 40)), *[-1] * 16], [6, 14, 20], [3, 1, 2]),
     "backwards": ([*range(31, -1, -1), *range(32, 64)], [40, 24], [7, 2]),
     "one has none": (padded(range(24), range(24, 56)), [20, 16, 20], [3, 0, 17]),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def in_a_file(matrices):
+    """Parts [rank, inputs] and [outputs, rank], and the content that they lie in, behind a byte of something else."""
+    content, parts = bytearray(b"x"), []
+    for a, b in matrices:
+        places = []
+        for matrix in (a, b):
+            places.append(StoredMatrix(matrix.dtype, tuple(matrix.shape), len(content)))
+            content += matrix.numpy().tobytes()
+        parts.append(LowRank(a=places[0], b=places[1], scale=len(a) / 2) if len(a) else None)
+    return tuple(parts), memoryview(content)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("case", CASES)
 def test_packed_matrices_are_those_of_the_modules(case, dtype):
     packed_rows, modules, ranks = CASES[case]
     site, part_of, rows = linear(packed_rows, modules)
     draw = torch.Generator().manual_seed(0)
-    parts = tuple(
-        LowRank(a=torch.randn(rank, INPUTS, generator=draw), b=torch.randn(size, rank, generator=draw), scale=rank / 2)
-        if rank
-        else None
+    matrices = [
+        (torch.randn(rank, INPUTS, generator=draw), torch.randn(size, rank, generator=draw))
         for size, rank in zip(modules, ranks, strict=True)
-    )
-    packed = PackedAdapter(
-        library_or_skip(), {"0.up": site}, {"0.up": AdaptedLinear(parts=parts, part_of=part_of, rows=rows)}, dtype
-    )
-    numbers, scales, spans = packed._kept
+    ]
+    parts, content = in_a_file(matrices)
+    columns, probe = np.arange(INPUTS), torch.randn(INPUTS, generator=draw).bfloat16().float()
+    added = AdaptedLinear(parts=parts, part_of=part_of, rows=rows, columns=columns, probe=probe)
+    plan = AdapterPlan({"0.up": site}, {"0.up": added}, dtype)
+    memory = mapped_memory(plan.num_bytes)
+    memory.write(b"\xff" * len(memory))  # of another adapter
+    packed = PackedAdapter(library_or_skip(), plan, content, memory)
+    assert all(one.error <= 1e-4 * max(one.largest, one.usual) for one in packed.differences["0.up"])
+    numbers, scales = torch.frombuffer(memory, dtype=dtype, count=plan.num_bytes // dtype.itemsize), packed.scales
+    spans = site.outputs(part_of, rows).spans(added.ranks)
     firsts = np.cumsum(ranks) - ranks
-    for number, part in enumerate(parts):
+    for number, (a, _) in enumerate(matrices):
         for rank in range(ranks[number]):
             index = int(firsts[number]) + rank
-            assert scales[index] == part.scale
+            assert scales[index] == ranks[number] / 2
             tile = numbers[index // LANES * 64 * LANES :][: 64 * LANES].view(2, 32, LANES)[:, :, index % LANES]
-            assert tile[:, :3].reshape(-1).equal(part.a[rank].to(dtype))
+            assert tile[:, :3].reshape(-1).equal(a[rank].to(dtype))
             assert not tile[:, 3:].any()
     b = numbers[len(scales) * 64 :]
     for place, row in enumerate(packed_rows):
         span = spans[place // LANES]
         found = b[int(span["place"]) :][: int(span["end"] - span["first"]) * LANES].view(-1, LANES)[:, place % LANES]
         expected = torch.zeros(len(found), dtype=dtype)
-        if row >= 0 and (part := parts[part_of[row]]) is not None:
+        if row >= 0 and parts[part_of[row]] is not None:
             first = int(firsts[part_of[row]] - span["first"])
-            expected[first : first + ranks[part_of[row]]] = part.b[rows[row]].to(dtype)
+            expected[first : first + ranks[part_of[row]]] = matrices[part_of[row]][1][rows[row]].to(dtype)
         assert found.equal(expected), (place, row)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_matrices_of_any_type_and_inputs_that_do_not_follow_each_other(stored):
+    """What is packed are the columns of this rank, rounded once."""
+    site, part_of, rows = linear(range(64), [64])
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=draw).to(stored) for shape in ((5, 2 * INPUTS), (64, 5)))
+    content = bytearray(b"xyz" + b"".join(one.contiguous().view(torch.uint8).numpy().tobytes() for one in (a, b)))
+    places = StoredMatrix(stored, (5, 2 * INPUTS), 3), StoredMatrix(stored, (64, 5), 3 + a.nbytes)
+    columns, probe = np.array([7, 2, 9, 0, 11, 4]), torch.arange(INPUTS).float()
+    part = LowRank(a=places[0], b=places[1], scale=1.0)
+    added = AdaptedLinear(parts=(part,), part_of=part_of, rows=rows, columns=columns, probe=probe)
+    plan = AdapterPlan({"0.up": site}, {"0.up": added}, torch.bfloat16)
+    packed = PackedAdapter(library_or_skip(), plan, memoryview(content), mapped_memory(plan.num_bytes))
+    numbers = torch.frombuffer(packed.memory, dtype=torch.bfloat16, count=64 * LANES).view(2, 32, LANES)
+    assert numbers[:, :3, :5].reshape(INPUTS, 5).T.equal(a[:, columns].float().bfloat16())
+    ((difference,),) = packed.differences.values()
+    expected = b.float().bfloat16().float() @ (a[:, columns].float().bfloat16().float() @ probe)
+    assert difference.largest == pytest.approx(float(expected.abs().max()), rel=1e-5)
+    assert difference.error <= 1e-4 * difference.largest
 
 
 def test_places_are_found_again_and_kept_for_the_same_arrays():

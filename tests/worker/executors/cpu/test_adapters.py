@@ -43,13 +43,18 @@ def places_of(base, group=None):
     return AdapterPlaces(read_stated_config(json.loads((base / "config.json").read_text())), group or SingleRank())
 
 
+def packed_in(executor, places, folder):
+    read = read_adapter("a", str(folder))
+    return executor.pack_adapter(executor.plan_adapter(places.apply(read)), read.content)
+
+
 class Adapted(Runner):
     """A runner whose sequences have the adapters of their slots."""
 
     def put(self, base: Path, *folders: Path) -> "Adapted":
         places = places_of(base)
         for slot, folder in enumerate(folders, 1):
-            self.executor.put_adapter(slot, self.executor.pack_adapter(places.apply(read_adapter("a", str(folder)))))
+            self.executor.put_adapter(slot, packed_in(self.executor, places, folder))
         return self
 
     def with_slots(self, slots, *parts: Part):
@@ -173,7 +178,7 @@ def test_ranks_have_the_bits_of_one(tiny, size):
         executor = CpuExecutor(stated(base, group, "bfloat16"), group, max_positions=4096, threads=1)
         places = places_of(base, group)
         for slot, folder in enumerate(adapters, 1):
-            executor.put_adapter(slot, executor.pack_adapter(places.apply(read_adapter("a", str(folder)))))
+            executor.put_adapter(slot, packed_in(executor, places, folder))
         executor.allocate_cache(64, 32)
         found = executor.run(batch, with_logits=True).logits.clone()
         executor.close()
@@ -186,12 +191,12 @@ def proved(base, folder, dtype="float32", group=None, spoil=None):
     """Whether an adapter has an effect, by its proof; `spoil` changes what is packed."""
     executor = CpuExecutor(stated(base, group, dtype), group or SingleRank(), max_positions=4096, threads=1)
     places, read = places_of(base, group), read_adapter("a", str(folder))
-    adapted = places.apply(read)
-    packed = executor.pack_adapter(adapted)
+    packed = executor.pack_adapter(executor.plan_adapter(places.apply(read)), read.content)
     if spoil is not None:
-        spoil(adapted, packed)
+        assert places.prove(read, packed.differences, getattr(torch, dtype))
+        spoil(packed)
     try:
-        return places.prove(read, adapted, getattr(torch, dtype), packed.compare)
+        return places.prove(read, packed.compare(read.content), getattr(torch, dtype))
     finally:
         executor.close()
 
@@ -210,21 +215,20 @@ def test_ranks_prove_their_shares(tiny):
     assert all(run_ranks(4, lambda group: proved(base, adapters[1], "bfloat16", group)))
 
 
-def _scaled(adapted, packed):
-    next(part for part in packed._kept if isinstance(part, np.ndarray) and part.dtype == np.float32)[:] *= 1.001
+def _scaled(packed):
+    packed.scales *= 1.001
 
 
-def _swapped(adapted, packed):
-    first, second = packed._linears[0], packed._linears[4]
-    first.b, second.b = second.b, first.b
+def _swapped(packed):
+    packed.linears["b"][[0, 4]] = packed.linears["b"][[4, 0]]
 
 
-def _shifted(adapted, packed):
-    packed._linears[2].a += 64
+def _shifted(packed):
+    packed.linears["a"][2] += 64
 
 
-def _left_out(adapted, packed):
-    packed._linears[1].ranks = 0
+def _left_out(packed):
+    packed.linears["ranks"][1] = 0
 
 
 @pytest.mark.parametrize("spoil", [_scaled, _swapped, _shifted, _left_out])

@@ -14,9 +14,6 @@
 #include "linear.h"
 #include "rows.h"
 
-// Loops over rows and sums of which each is in a register.
-#define NATIVE_UNROLL _Pragma("GCC unroll 8")
-
 namespace {
 
 enum { A_SUMS = 8, ROWS_TOGETHER = 4, AHEAD_BYTES = 2048 };

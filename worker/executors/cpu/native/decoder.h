@@ -50,12 +50,24 @@ struct NativeAdapter {
   const NativeAdapted* linears;  // [sites]
 };
 // The matrices of one module as an adapter's file has them: A [rank][a_stride], of which this rank's inputs are the first,
-// and B [outputs][rank].
+// or `columns` of a linear says which, and B [outputs][rank].
 struct NativeLowRank {
   const void *a, *b;
   long a_stride;
   float scale;
   int rank, a_dtype, b_dtype;  // rank 0: the module has none
+};
+// What an adapter is packed from for one linear, and fixed inputs by which it is proved.
+struct NativeAdaptedSite {
+  const NativeLowRank* parts;
+  long slice_length, filled_length;  // inputs of a slice, and with those that fill it up
+  const int *part_of, *rows;         // [blocks * 16]: which output of which part a packed one is; -1: none
+  const long* columns;               // [inputs] of A; null: as they are
+  const float* probe;                // [inputs]
+  const void* filled_probe;          // the same, filled up, as rows of the linear are stored
+  const long *output_parts, *output_rows, *output_places;  // [outputs]: its part, output of that, and packed output
+  long outputs;
+  int num_parts, slices, blocks, number;  // number: of the linear among all that adapters may add to
 };
 
 struct NativeNorm {

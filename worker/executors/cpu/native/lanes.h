@@ -8,6 +8,8 @@
 
 #define NATIVE_INLINE static inline __attribute__((always_inline))
 #define NATIVE_INLINE_MEMBER inline __attribute__((always_inline))
+// Of loops over numbers of which each is in a register.
+#define NATIVE_UNROLL _Pragma("GCC unroll 16")
 
 namespace {
 

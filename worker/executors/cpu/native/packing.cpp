@@ -198,12 +198,12 @@ extern "C" const char* native_digest() { return NATIVE_DIGEST; }
 // Sizes of the structures, in the order of `structures.py`.
 extern "C" void native_sizes(int* out) {
   const int sizes[] = {
-      sizeof(NativeUnits),         sizeof(NativePanel),    sizeof(NativeLinear),     sizeof(NativeNorm),
-      sizeof(NativeMlp),           sizeof(NativeExperts),  sizeof(NativeRotary),     sizeof(NativeShortConv),
-      sizeof(NativeRecurrence),    sizeof(NativeLatent),   sizeof(NativeLayerInput), sizeof(NativeTokenInputs),
-      sizeof(NativeLayer),         sizeof(NativeExchange), sizeof(NativeModel),      sizeof(NativeStep),
-      sizeof(NativeEdits),         sizeof(NativeDraw),     sizeof(NativeDrawn),      sizeof(NativeAttention),
-      sizeof(NativeAttentionRows), sizeof(NativeSpan),     sizeof(NativeAdapted),    sizeof(NativeAdapter),
-      sizeof(NativeLowRank)};
+      sizeof(NativeUnits),         sizeof(NativePanel),      sizeof(NativeLinear),     sizeof(NativeNorm),
+      sizeof(NativeMlp),           sizeof(NativeExperts),    sizeof(NativeRotary),     sizeof(NativeShortConv),
+      sizeof(NativeRecurrence),    sizeof(NativeLatent),     sizeof(NativeLayerInput), sizeof(NativeTokenInputs),
+      sizeof(NativeLayer),         sizeof(NativeExchange),   sizeof(NativeModel),      sizeof(NativeStep),
+      sizeof(NativeEdits),         sizeof(NativeDraw),       sizeof(NativeDrawn),      sizeof(NativeAttention),
+      sizeof(NativeAttentionRows), sizeof(NativeSpan),       sizeof(NativeAdapted),    sizeof(NativeAdapter),
+      sizeof(NativeLowRank),       sizeof(NativeAdaptedSite)};
   memcpy(out, sizes, sizeof sizes);
 }

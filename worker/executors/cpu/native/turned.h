@@ -25,6 +25,33 @@ NATIVE_INLINE void turn_eight(const __m256i* rows, __m256i* out) {
   }
 }
 
+// The same of sixteen rows of sixteen numbers of 16 bits.
+NATIVE_INLINE void turn_sixteen(const __m256i* rows, __m256i* out) {
+  __m256i pairs[16], fours[16], eights[16];  // numbers of one column side by side: of two rows, four, eight
+  NATIVE_UNROLL
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm256_unpacklo_epi16(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm256_unpackhi_epi16(rows[i], rows[i + 1]);
+  }
+  NATIVE_UNROLL
+  for (int i = 0; i < 16; i += 4) NATIVE_UNROLL
+  for (int half = 0; half < 2; half++) {
+    fours[i + 2 * half] = _mm256_unpacklo_epi32(pairs[i + half], pairs[i + 2 + half]);
+    fours[i + 2 * half + 1] = _mm256_unpackhi_epi32(pairs[i + half], pairs[i + 2 + half]);
+  }
+  NATIVE_UNROLL
+  for (int i = 0; i < 16; i += 8) NATIVE_UNROLL
+  for (int j = 0; j < 4; j++) {
+    eights[i + 2 * j] = _mm256_unpacklo_epi64(fours[i + j], fours[i + 4 + j]);
+    eights[i + 2 * j + 1] = _mm256_unpackhi_epi64(fours[i + j], fours[i + 4 + j]);
+  }
+  NATIVE_UNROLL
+  for (int i = 0; i < 8; i++) {
+    out[i] = _mm256_permute2x128_si256(eights[i], eights[i + 8], 0x20);
+    out[i + 8] = _mm256_permute2x128_si256(eights[i], eights[i + 8], 0x31);
+  }
+}
+
 NATIVE_INLINE void turn_half(const float* from, float* to) {
   for (int i = 0; i < 16; i += 8)
     for (int j = 0; j < 16; j += 8) {

@@ -1,0 +1,234 @@
+"""Forms of adapters: all that `adapter_config.json` and the header of `adapter_model.safetensors` say, checked field by
+field, as PEFT writes them. Adapters that are trained one after the other have one form.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import regex
+import torch
+
+from holdfast.worker.adapter import CONFIG, WEIGHTS
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.cpu.adapters import LowRank, StoredMatrix
+from holdfast.worker.models.safetensors_files import DTYPES
+from holdfast.worker.models.safetensors_header import StoredTensor, read_tensors
+
+MAX_RANK: Final = 256  # rank of a LoRA matrix
+MAX_PATTERN: Final = 2000  # characters
+
+_MAX_SHOWN: Final = 200
+"""Characters of a value in messages."""
+_MATCH_S: Final = 0.1
+"""Seconds that a regular expression of a config may take for a module's name."""
+
+_TENSOR: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
+
+_HARMLESS: Final = frozenset(
+    {"auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"}
+    | {"lora_dropout", "corda_config", "eva_config", "loftq_config", "megatron_config", "megatron_core", "task_type"}
+    | {"layers_to_transform", "layers_pattern", "exclude_modules", "lora_ga_config"}
+    | {"qalora_group_size"}
+)
+"""Fields that do not affect the file's tensors."""
+_READ: Final = frozenset(
+    {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern"}
+    | {"bias", "init_lora_weights"}
+)
+_INITIALIZED: Final = (True, False, "gaussian", "eva", "orthogonal", None)
+"""Values of `init_lora_weights` that leave the base model's weights as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterForm:
+    """Which matrices of which modules an adapter has, and where they lie in the content of its file."""
+
+    base: str
+    """Base model named by the adapter; empty: none."""
+    targets: str | tuple[str, ...]
+    matrices: Mapping[str, StoredMatrix]
+    """By the names of their tensors."""
+    modules: Mapping[str, LowRank]
+    """By the names of Hugging Face's modules."""
+    prefix: str = ""
+    """Beginning of those names that the folder leaves out."""
+
+    def misses(self, given: str, known: Iterable[str]) -> list[str]:
+        """Modules among `known` that the adapter's targets name and that it has no tensors of."""
+        missing = (name for name in known if name not in self.modules)
+        return sorted(name for name in missing if _matches(given, self.targets, name.removeprefix(self.prefix)))
+
+    def below(self, prefix: str) -> "AdapterForm":
+        """The same, with this before each module's name."""
+        return replace(self, prefix=prefix, modules={prefix + name: one for name, one in self.modules.items()})
+
+
+def form_of(given: str, config_content: bytes, path: Path, weights: memoryview) -> AdapterForm:
+    """The form of an adapter. Raises `ConfigurationError` with `given`, its name and folder, and the fault."""
+    config = _object(given, config_content)
+    _check_fields(given, config)
+    matrices = _matrices(given, path, weights)
+    targets = config.get("target_modules")
+    found = AdapterForm(
+        base=str(config.get("base_model_name_or_path") or "")[:_MAX_SHOWN],
+        targets=targets if isinstance(targets, str) else tuple(targets or ()),
+        matrices=matrices,
+        modules=_modules(given, config, matrices),
+    )
+    if strangers := sorted(name for name in found.modules if not _matches(given, found.targets, name)):
+        what = f"it has tensors of {strangers[0]}, which its target_modules do not name"
+        raise refused(given, found.base, what)
+    return found
+
+
+def refused(given: str, base: str, what: str) -> ConfigurationError:
+    """Error that names the adapter and the model that it was made for."""
+    of = f" (made for {base})" if base else ""
+    return ConfigurationError(f"{given}{of}: {what}")
+
+
+def _object(given: str, content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{given}: {CONFIG} is no JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{given}: {CONFIG} holds no JSON object")
+    return found
+
+
+def _check_fields(given: str, config: Mapping[str, Any]) -> None:
+    def refuse(field: str, why: str) -> ConfigurationError:
+        return ConfigurationError(f"{given}: {CONFIG} has {field} = {str(config.get(field))[:_MAX_SHOWN]!r}: {why}")
+
+    if config.get("peft_type") != "LORA":
+        raise refuse("peft_type", "only LORA is served")
+    if config.get("bias", "none") != "none":
+        raise refuse("bias", "biases of adapters are not served; only 'none' is")
+    if config.get("init_lora_weights", True) not in _INITIALIZED:
+        raise refuse(
+            "init_lora_weights", "it changes the base model's weights; convert it to a plain adapter with PEFT"
+        )
+    targets = config.get("target_modules")
+    is_list = isinstance(targets, list) and all(isinstance(one, str) for one in targets)
+    if not targets or not (isinstance(targets, str) or is_list):
+        raise refuse("target_modules", "must be a list of names, a regular expression, or all-linear")
+    if isinstance(targets, str) and len(targets) > MAX_PATTERN:
+        raise refuse("target_modules", f"a regular expression has at most {MAX_PATTERN} characters")
+    if isinstance(targets, str):
+        _fullmatch(given, targets, "")
+    if config.get("use_rslora") not in (True, False, None):
+        raise refuse("use_rslora", "must be true or false")
+    for field in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(field) or {}, dict):
+            raise refuse(field, "must be an object")
+    for field in sorted(config.keys() - _HARMLESS - _READ):
+        if config[field]:
+            raise refuse(field, "it changes the adapter's arithmetic, and is not supported")
+
+
+def _modules(given: str, config: Mapping[str, Any], matrices: Mapping[str, StoredMatrix]) -> dict[str, LowRank]:
+    pairs: dict[str, dict[str, StoredMatrix]] = {}
+    for name, matrix in matrices.items():
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise ConfigurationError(
+                f"{given}: the tensor {name[:_MAX_SHOWN]} is not supported: only linears' lora_A and lora_B"
+            )
+        parts = pairs.setdefault(match["module"], {})
+        if match["part"] in parts:
+            raise ConfigurationError(f"{given}: {match['module']} has lora_{match['part']} twice")
+        parts[match["part"]] = matrix
+    if not pairs:
+        raise ConfigurationError(f"{given}: {WEIGHTS} has no tensors")
+    return {module: _low_rank(given, config, module, parts) for module, parts in sorted(pairs.items())}
+
+
+def _matrices(given: str, path: Path, weights: memoryview) -> dict[str, StoredMatrix]:
+    """Matrices in a file's content, by name."""
+    try:
+        tensors = read_tensors(path, weights)
+        dtypes = {name: _checked_dtype(name, entry) for name, entry in tensors.items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, struct.error) as error:
+        raise ConfigurationError(f"{given}: {WEIGHTS} is not a safetensors file, or is cut short ({error})") from error
+    return {name: _matrix(given, name, dtypes[name], entry) for name, entry in tensors.items()}
+
+
+def _checked_dtype(name: str, entry: StoredTensor) -> torch.dtype:
+    """Raises `ValueError` where the place of a tensor is not as long as its numbers."""
+    dtype, num_bytes = DTYPES[entry.kind], entry.end - entry.first
+    if num_bytes != prod(entry.shape) * dtype.itemsize:
+        raise ValueError(f"{name} of {entry.kind} {entry.shape} has {num_bytes} bytes")
+    return dtype
+
+
+def _matrix(given: str, name: str, dtype: torch.dtype, entry: StoredTensor) -> StoredMatrix:
+    if _TENSOR.fullmatch(name) and (not dtype.is_floating_point or len(entry.shape) != 2 or dtype.itemsize < 2):
+        what = f"{name} is {dtype} {tuple(entry.shape)}, and must be a matrix of a floating type"
+        raise ConfigurationError(f"{given}: {what}")
+    return StoredMatrix(dtype, tuple(entry.shape), entry.first)  # type: ignore[arg-type]  # others are refused
+
+
+def _low_rank(given: str, config: Mapping[str, Any], module: str, parts: Mapping[str, StoredMatrix]) -> LowRank:
+    for part in "AB":
+        if part not in parts:
+            raise ConfigurationError(f"{given}: {module} has no lora_{part}")
+    a, b = parts["A"], parts["B"]
+    rank, alpha = (
+        _number(given, config, module, *names) for names in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
+    )
+    if rank != int(rank) or not 1 <= rank <= MAX_RANK:
+        raise ConfigurationError(
+            f"{given}: {module} has rank {rank:g}, and must have a whole number from 1 to {MAX_RANK}"
+        )
+    if a.shape[0] != rank or b.shape[1] != rank:
+        raise ConfigurationError(
+            f"{given}: {module} has lora_A {a.shape} and lora_B {b.shape}, and {CONFIG} says rank {rank:g}"
+        )
+    scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+    if not scale:
+        raise ConfigurationError(f"{given}: {module} has lora_alpha = {alpha:g}, by which nothing would be added")
+    return LowRank(a=a, b=b, scale=scale)
+
+
+def _number(given: str, config: Mapping[str, Any], module: str, field: str, pattern: str) -> float:
+    """The module's own number, by the first pattern that it ends with, as PEFT matches it; or that of all."""
+    found = config.get(field)
+    for key, value in (config.get(pattern) or {}).items():
+        if len(key) > MAX_PATTERN:
+            raise ConfigurationError(f"{given}: a key of {pattern} has more than {MAX_PATTERN} characters")
+        if _fullmatch(given, rf"(.*\.)?({key})", module):
+            found = value
+            break
+    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < 1e9:
+        raise ConfigurationError(f"{given}: {CONFIG} has {field} = {str(found)[:_MAX_SHOWN]!r}, and must have a number")
+    return float(found)
+
+
+def _fullmatch(given: str, pattern: str, name: str) -> bool:
+    """Raises `ConfigurationError` for an invalid pattern, and one that takes too long: a match holds up all threads."""
+    try:
+        return regex.fullmatch(pattern, name, timeout=_MATCH_S, concurrent=True) is not None
+    except regex.error as error:
+        raise ConfigurationError(f"{given}: {_shown(pattern)} is no regular expression ({error})") from error
+    except TimeoutError:
+        limit = f"takes longer than {_MATCH_S} s for {name}: write it without nested repetitions"
+        raise ConfigurationError(f"{given}: the regular expression {_shown(pattern)} {limit}") from None
+
+
+def _shown(pattern: str) -> str:
+    return repr(pattern[:_MAX_SHOWN])
+
+
+def _matches(given: str, targets: str | tuple[str, ...], module: str) -> bool:
+    if targets == "all-linear":
+        return True
+    if isinstance(targets, str):
+        return _fullmatch(given, targets, module)
+    return any(module == one or module.endswith(f".{one}") for one in targets)
