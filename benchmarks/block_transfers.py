@@ -31,10 +31,12 @@ from numpy.typing import NDArray
 
 from holdfast.worker.engine.block_frames import Block
 from holdfast.worker.engine.block_mover import BlockMover
-from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
+from holdfast.worker.engine.block_receiver import BlockReceiver
+from holdfast.worker.engine.block_sockets import BlockServer
 from holdfast.worker.engine.incoming_blocks import Taker
 from holdfast.worker.engine.staging import SharedMemory, Way
 from holdfast.worker.engine.tier_mover import KV, MoverEvents
+from holdfast.worker.engine.transfer_key import TransferKey
 from holdfast.worker.executors.cpu.block_bytes import BlockBytes
 from holdfast.worker.executors.cpu.library import load_library
 
@@ -42,6 +44,8 @@ PIECE_BYTES = 8 << 20
 LAYERS = 30
 """Of the cache: a block lies in as many pieces."""
 LOOPBACK = "127.0.0.1"
+WAY = SharedMemory()
+"""As a replica has it from its start."""
 
 
 class Taken(NamedTuple):
@@ -172,8 +176,7 @@ def _take_blocks(port: int, key: TransferKey, names: Sequence[bytes], num_bytes:
         received += sum(len(row) for _, row in some)
         return True
 
-    way = SharedMemory() if is_shared else None
-    BlockReceiver((LOOPBACK, port), TransferKey(*key), names, take, ends.put, way).start()
+    BlockReceiver((LOOPBACK, port), TransferKey(*key), names, take, ends.put, WAY if is_shared else None).start()
     if (error := ends.get()) is not None:
         raise error
     assert received == num_bytes, "all have come"
@@ -198,7 +201,7 @@ def main() -> None:
     arguments = parser.parse_args()
     memory = np.random.default_rng(1).integers(0, 256, arguments.mib << 20, dtype=np.uint8)
     targets = {"copy in memory": np.ones_like(memory), "copy into a cache": np.ones(1 << 20, np.uint8)}
-    receiver, size, shared = Receiver(), arguments.block_kib << 10, SharedMemory()
+    receiver, size, shared = Receiver(), arguments.block_kib << 10, WAY
 
     senders: list[BlockSender] = []
 

@@ -26,10 +26,12 @@ from benchmarks.disk_tier import first_token
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.worker.block_hash import HashChain
 from holdfast.worker.engine.block_frames import Block
-from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
+from holdfast.worker.engine.block_receiver import BlockReceiver
+from holdfast.worker.engine.block_sockets import BlockServer
 from holdfast.worker.engine.outgoing_blocks import OutgoingBlocks
 from holdfast.worker.engine.staging import SharedMemory
 from holdfast.worker.engine.tier_mover import KV
+from holdfast.worker.engine.transfer_key import TransferKey
 from holdfast.worker.replica.replica import Replica
 
 SENDING: dict[tuple[type[Any], str], str] = {(OutgoingBlocks, "send"): "copying", (BlockServer, "_serve"): "sending"}

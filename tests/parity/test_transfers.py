@@ -11,11 +11,11 @@ import grpc
 import pytest
 
 from holdfast.v1 import engine_pb2_grpc
-from holdfast.worker.cache.sealing import DIGEST_BYTES, Sealer
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.engine import block_sockets, sendings, tier_mover
-from holdfast.worker.engine.block_frames import FrameReceiver, FrameSender
+from holdfast.worker.engine import block_sockets, frame_receiver, sendings, tier_mover, transfer_key
+from holdfast.worker.engine.block_frames import FrameSender
 from holdfast.worker.engine.block_sockets import BlockServer
+from holdfast.worker.engine.frame_receiver import FrameReceiver
 from holdfast.worker.engine.sendings import Sendings
 from holdfast.worker.engine.staging import StagedFrame
 from holdfast.worker.errors import HoldfastError
@@ -49,7 +49,7 @@ def _however_slow(monkeypatch):
     monkeypatch.setattr(block_exchange, "ASK_S", LIMIT_S)
     monkeypatch.setattr(sendings, "STALL_S", LIMIT_S)
     for limit in ("HANDSHAKE_S", "STALL_S"):
-        monkeypatch.setattr(block_sockets, limit, LIMIT_S)
+        monkeypatch.setattr(transfer_key, limit, LIMIT_S)
 
 
 @contextmanager
@@ -267,20 +267,22 @@ def test_models_with_windows_are_told_the_same_by_what_another_replica_has(has_d
 
 
 def damage(monkeypatch) -> None:
-    seal = Sealer.seal_in_place
+    fill = StagedFrame.fill
 
-    def damaged(self: Sealer, name: bytes, record: memoryview) -> None:
-        seal(self, name, record)
-        record[:-DIGEST_BYTES] = bytes(len(record) - DIGEST_BYTES)
+    def damaged(self: StagedFrame, *args, **options) -> None:
+        fill(self, *args, **options)
+        for row in self.rows:
+            row[:] = 0
 
-    monkeypatch.setattr(Sealer, "seal_in_place", damaged)
+    monkeypatch.setattr(StagedFrame, "fill", damaged)
 
 
 def cut(monkeypatch) -> None:
     def no_frame(*_: object) -> None:
         raise ConnectionResetError("cut")
 
-    monkeypatch.setattr(FrameSender, "send", no_frame)
+    monkeypatch.setattr(FrameSender, "send_now", lambda *_: False)
+    monkeypatch.setattr(FrameSender, "send_staged", no_frame)
 
 
 def deafen(monkeypatch) -> None:
@@ -299,7 +301,8 @@ def test_what_does_not_come_whole_is_computed(fault, num_damaged, folder, reques
 
 def test_a_planted_digest_that_nobody_checks_changes_the_answer(folder, requests, monkeypatch):
     damage(monkeypatch)
-    monkeypatch.setattr(Sealer, "unseal", lambda self, name, record: record[:-16])
+    check = frame_receiver.copy_checked
+    monkeypatch.setattr(frame_receiver, "copy_checked", lambda *args: check(*args) or True)
     with two_replicas(config(folder, None)) as (first, second), pytest.raises(AssertionError):
         told_the_same(first, second, requests[:1])
 

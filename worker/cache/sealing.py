@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
-from xxhash import xxh3_128
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from holdfast.worker.errors import ConfigurationError
 
@@ -32,14 +32,21 @@ class WrongDigestError(Exception):
 
 
 class Sealer:
-    """Digests alone: 128-bit XXH3, which takes a third of the time of SHA-256."""
+    """Digests alone: 128-bit XXH3 of the block, seeded with 64-bit XXH3 of its name. It takes a third of the time of
+    SHA-256, and a copy can take it on its way.
+    """
 
-    kind: bytes = b"XXH3"
+    kind: bytes = b"XXH3 seeded by name"
     """Part of the blocks' kind, so that blocks with another seal are not found."""
     before: int = 0
     """Bytes of a record before its block."""
     overhead: int = DIGEST_BYTES
     """Bytes of a record besides its block."""
+
+    @classmethod
+    def seeds(cls, names: Sequence[bytes]) -> list[int] | None:
+        """Seeds by which a copy of these blocks can take their digests, which follow them; None: it cannot."""
+        return [xxh3_64_intdigest(name) for name in names]
 
     def hidden(self, names: Sequence[bytes]) -> list[bytes]:
         """Names as they are on the disk."""
@@ -89,6 +96,10 @@ class KeySealer(Sealer):
         self._blocks = AESGCM(_subkey(key, b"blocks"))
         self._names = Cipher(AES(_subkey(key, b"names")), ECB())
         self.kind = _subkey(key, b"kind")
+
+    @classmethod
+    def seeds(cls, names: Sequence[bytes]) -> list[int] | None:
+        return None
 
     def hidden(self, names: Sequence[bytes]) -> list[bytes]:
         encryptor = self._names.encryptor()
@@ -143,6 +154,4 @@ def _subkey(key: bytes, purpose: bytes) -> bytes:
 
 
 def _digest(name: bytes, data: memoryview) -> bytes:
-    digest = xxh3_128(name)
-    digest.update(data)
-    return digest.digest()
+    return xxh3_128_digest(data, xxh3_64_intdigest(name))

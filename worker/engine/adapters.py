@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Final, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class _Begun(NamedTuple):
 
     marks: tuple[object, ...]
     digest: str
-    executor: CpuExecutor
+    executor: ReferenceType[CpuExecutor]
     future: "Future[PackedAdapter] | None"
     """None: it was fetched."""
 
@@ -105,13 +105,13 @@ class RankAdapters:
         future: Future[PackedAdapter] = Future()
         _on_thread(future, lambda: self._packed(folder))
         adapter = Adapter(name, folder.digest, str(files_in(folder.given, path)[0].parent))
-        self._begun = _Begun(marks, adapter.digest, self._executor(), future)
+        self._begun = _Begun(marks, adapter.digest, ref(self._executor()), future)
         return adapter
 
     def _take_begun(self, adapter: Adapter) -> "Future[PackedAdapter] | None":
         """The load that was begun of an adapter, once."""
         begun = self._begun
-        if begun is None or begun.digest != adapter.digest or begun.executor is not self._executor():
+        if begun is None or begun.digest != adapter.digest or begun.executor() is not self._executor():
             return None
         future, self._begun = begun.future, begun._replace(future=None)
         return future

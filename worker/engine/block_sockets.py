@@ -10,70 +10,35 @@ may come before all are there.
 
 import hmac
 import logging
-import secrets
+import os
+import select
 import socket
-import struct
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
-from holdfast.worker.cache.sealing import KeySealer, Sealer, WrongDigestError
-from holdfast.worker.engine.block_frames import Block, FrameReceiver, FrameSender, received
-from holdfast.worker.engine.staging import LINE_BYTES, Reader, StagedFrame, Staging, Way, offer_of, reader_of
-from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.engine import transfer_key
+from holdfast.worker.engine.block_frames import Block, FrameSender, received
+from holdfast.worker.engine.staging import (
+    FRAME_BYTES,
+    LINE_BYTES,
+    STAGING_BYTES,
+    StagedFrame,
+    Staging,
+    Way,
+    offer_of,
+)
+from holdfast.worker.engine.transfer_key import HELLO, MAGIC, OFFER, READS, TransferKey, shut, tune
 
 logger = logging.getLogger(__name__)
 
-TRANSFER_BYTES: Final = 16
-KEY_BYTES: Final = 32
-STAGED_BYTES: Final = 16 << 20
-"""Most bytes of rows that are copied and not sent yet, besides one call's rows: a part of the staging memory."""
-HANDSHAKE_S: Final = 5.0
-"""Time limit of a connection's hello, by when its transfer must be known."""
-STALL_S: Final = 10.0
-"""A connection on which nothing moves for so long is closed."""
+STAGED_BYTES: Final = STAGING_BYTES - FRAME_BYTES
+"""Most bytes of slots that are not read yet, and of rows elsewhere that are not sent yet, besides one call's."""
 MAX_CONNECTIONS: Final = 64  # of one receiver
-
-_MAGIC: Final = b"HFB3"
-_HELLO: Final = struct.Struct(f"<4s{TRANSFER_BYTES}s32s")
-_OFFER: Final = struct.Struct("<I")
-_LARGEST_OFFER: Final = 1 << 20  # bytes
-_READS, _READS_NOT = b"\x01", b"\x00"
-
-
-class TransferKey(NamedTuple):
-    """Transfer of blocks between two replicas: its number, and the key that all ranks of both have."""
-
-    transfer: bytes
-    key: bytes
-    is_encrypted: bool = False
-
-    @classmethod
-    def fresh(cls, *, is_encrypted: bool) -> "TransferKey":
-        """A new key, for one transfer."""
-        return cls(secrets.token_bytes(TRANSFER_BYTES), secrets.token_bytes(KEY_BYTES), is_encrypted)
-
-    def of_rank(self, rank: int) -> "TransferKey":
-        """The part of a transfer that this rank of the receiving replica gets: a connection for itself."""
-        made = hmac.digest(self.key, self.transfer + rank.to_bytes(4, "little"), "sha512")
-        return TransferKey(made[:TRANSFER_BYTES], made[-KEY_BYTES:], self.is_encrypted)
-
-    @property
-    def form(self) -> type[Sealer]:
-        """Form of its records: what they have besides their blocks."""
-        return KeySealer if self.is_encrypted else Sealer
-
-    @property
-    def sealer(self) -> Sealer:
-        return KeySealer(self.key) if self.is_encrypted else Sealer()
-
-    def hello(self) -> bytes:
-        """First message of a connection: the transfer's id, and an HMAC-SHA256 under its key."""
-        mac = hmac.digest(self.key, _MAGIC + self.transfer, "sha256")
-        return _HELLO.pack(_MAGIC, self.transfer, mac)
 
 
 class _Outgoing:
@@ -82,10 +47,29 @@ class _Outgoing:
     def __init__(self, key: TransferKey, cut: Callable[[Block], Block] | None) -> None:
         self.key = key
         self.cut = cut
-        self.frames: deque[list[Block] | StagedFrame] = deque()
+        self.batches: deque[Sequence[Block] | StagedFrame] = deque()
         self.is_ended = False
         self.is_connected = False
         self.offered_s = time.monotonic()
+        self.idle: FrameSender | None = None
+        """Its connection, while it waits for more and other threads may send a frame by it."""
+        self.is_read = False
+        self.wants_room = False
+        """Whether frames that were read are waited for."""
+        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._news).atexit = False
+
+    def tell(self) -> None:
+        """There is something new for its connection."""
+        os.eventfd_write(self._news, 1)
+
+    def await_news(self, connection: socket.socket, limit_s: float) -> None:
+        """Waits until there is something new; or the receiver has read something, where room is wanted, or has left."""
+        waiting = select.poll()
+        waiting.register(self._news, select.POLLIN)
+        waiting.register(connection, select.POLLRDHUP | (select.POLLIN if self.wants_room else 0))
+        if self._news in dict(waiting.poll(1e3 * limit_s)):
+            os.eventfd_read(self._news)
 
 
 class BlockServer:
@@ -96,15 +80,14 @@ class BlockServer:
         host: str,
         on_room: Callable[[], None] | None = None,
         way: Way | None = None,
-        largest_bytes: int = 0,
     ) -> None:
         """Listens at a free port of `host`. `on_room` is called when there is room for more blocks, on some thread.
-        `way`: how receivers may read this rank's memory, whose largest block has `largest_bytes`.
+        `way`: how receivers may read this rank's memory.
 
         Raises OSError.
         """
         self._way = way
-        self._staging = Staging(largest_bytes)
+        self._staging = Staging()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_CONNECTIONS)
         self.port: int = self._listener.getsockname()[1]
@@ -121,7 +104,9 @@ class BlockServer:
 
     @property
     def has_room(self) -> bool:
-        """Whether more blocks may be sent now."""
+        """Whether more blocks may be sent now; else `on_room` will be called."""
+        if self.staged_bytes >= STAGED_BYTES:
+            self._free_read(wants_room=True)
         return self.staged_bytes < STAGED_BYTES
 
     def offer(self, key: TransferKey, cut: Callable[[Block], Block] | None = None) -> None:
@@ -130,10 +115,33 @@ class BlockServer:
             self._open[key.transfer] = _Outgoing(key, cut)
             self._changed.notify_all()
 
+    def is_read(self, key: TransferKey) -> bool:
+        """Whether the receiver reads this rank's memory: as far as is known by now."""
+        outgoing = self._open.get(key.transfer)
+        return outgoing is not None and outgoing.is_read
+
     def frame(self, key: TransferKey, names: Sequence[bytes], row_bytes: int) -> StagedFrame | None:
         """Memory for as many of these blocks as fit, to be sent by this key and whole; None: there is none."""
-        count = (self._staging.slot_bytes - LINE_BYTES) // (row_bytes + key.form.overhead + LINE_BYTES)
-        return self._staging.frame([(name, row_bytes) for name in names[:count]], key.form) if count else None
+        count = FRAME_BYTES // (row_bytes + key.form.overhead + LINE_BYTES)
+        blocks = [(name, row_bytes) for name in names[:count]]
+        if not blocks or (frame := self._staging.frame(blocks, key.form)) is not None:
+            return frame if blocks else None
+        self._free_read(wants_room=False)
+        return self._staging.frame(blocks, key.form)
+
+    def _free_read(self, *, wants_room: bool) -> None:
+        """Gives back slots that receivers have read, without a wait. `wants_room`: where that is not enough,
+        connections wait for more.
+        """
+        with self._changed:
+            for one in self._open.values():
+                if one.idle is not None:
+                    with suppress(OSError, EOFError, ValueError):  # its own thread finds it too
+                        one.idle.take_words()
+            for one in self._open.values() if wants_room and self.staged_bytes >= STAGED_BYTES else ():
+                if not one.wants_room:
+                    one.wants_room = True
+                    one.tell()
 
     def send(self, transfer: bytes, blocks: Sequence[Block] | StagedFrame) -> None:
         """Sends blocks next; their frame is not the caller's any longer. A transfer that is over takes none."""
@@ -142,9 +150,12 @@ class BlockServer:
             if outgoing is None:
                 self._give_back(blocks)
             elif isinstance(blocks, StagedFrame) or blocks:
-                outgoing.frames.append(blocks if isinstance(blocks, StagedFrame) else list(blocks))
-                self.staged_bytes += size_of(blocks)
-                self._changed.notify_all()
+                self.staged_bytes += _held_by(blocks)
+                if isinstance(blocks, StagedFrame) and outgoing.idle is not None and outgoing.idle.send_now(blocks):
+                    self.num_sent_bytes += blocks.num_bytes
+                    return
+                outgoing.batches.append(blocks)
+                outgoing.tell()
 
     def end(self, transfer: bytes) -> None:
         """Ends a transfer after the blocks that were sent."""
@@ -152,7 +163,7 @@ class BlockServer:
             outgoing = self._open.get(transfer)
             if outgoing is not None:
                 outgoing.is_ended = True
-                self._changed.notify_all()
+                outgoing.tell()
 
     def is_open(self, transfer: bytes) -> bool:
         """Whether its connection may still take blocks."""
@@ -167,15 +178,15 @@ class BlockServer:
             connections = list(self._connections)
             self._changed.notify_all()
         for connection in connections:
-            _shut(connection)
-        _shut(self._listener)
+            shut(connection)
+        shut(self._listener)
         self._listener.close()
         self._staging.close()
 
     # --- its threads ---
 
     def _accept(self) -> None:
-        self._listener.settimeout(HANDSHAKE_S)
+        self._listener.settimeout(transfer_key.HANDSHAKE_S)
         while not self._closed:
             self._forget_missed()
             try:
@@ -194,18 +205,18 @@ class BlockServer:
     def _serve(self, connection: socket.socket) -> None:
         transfer: bytes | None = None
         try:
-            connection.settimeout(HANDSHAKE_S)
-            magic, asked, mac = _HELLO.unpack(received(connection, _HELLO.size))
-            outgoing = self._taken(asked) if magic == _MAGIC else None
+            connection.settimeout(transfer_key.HANDSHAKE_S)
+            magic, asked, mac = HELLO.unpack(received(connection, HELLO.size))
+            outgoing = self._taken(asked) if magic == MAGIC else None
             if outgoing is None:
                 return
-            if not hmac.compare_digest(_HELLO.pack(magic, asked, mac), outgoing.key.hello()):
+            if not hmac.compare_digest(HELLO.pack(magic, asked, mac), outgoing.key.hello()):
                 outgoing.is_connected = False
                 return
             transfer = asked
-            _tune(connection)
+            tune(connection)
             self._send_all(connection, outgoing)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, ValueError) as error:
             logger.info("blocks were not sent to the end: %s", error)
         finally:
             with self._changed:
@@ -219,7 +230,7 @@ class BlockServer:
     def _taken(self, transfer: bytes) -> _Outgoing | None:
         """A transfer without a connection, once it is known."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or transfer in self._open, HANDSHAKE_S)
+            self._changed.wait_for(lambda: self._closed or transfer in self._open, transfer_key.HANDSHAKE_S)
             outgoing = self._open.get(transfer)
             if outgoing is None or outgoing.is_connected:
                 return None
@@ -227,48 +238,69 @@ class BlockServer:
             return outgoing
 
     def _send_all(self, connection: socket.socket, outgoing: _Outgoing) -> None:
-        sealer, is_read = outgoing.key.sealer, self._is_read(connection)
-        frames = FrameSender(connection, sealer, self._staging, is_read=is_read)
+        sealer = outgoing.key.sealer
+        outgoing.is_read = is_read = self._is_read(connection)
+        frames = FrameSender(connection, sealer, self._staging, is_read=is_read, on_free=self._note_free)
         noted_s = 0.0  # of this thread, which began with the connection
         try:
-            while (blocks := self._next_blocks(outgoing, frames)) is not None:
-                num_sent = 0
-                try:
-                    sent = blocks
-                    if outgoing.cut is not None and not isinstance(blocks, StagedFrame):
-                        sent = [outgoing.cut(block) for block in blocks]
-                    frames.send(sent)
-                    num_sent = size_of(sent)
-                finally:
-                    with self._changed:
-                        self.staged_bytes -= size_of(blocks)
-                        self.num_sent_bytes += num_sent
-                        self.sending_s += (now_s := time.thread_time()) - noted_s
-                        noted_s = now_s
-                        self._changed.notify_all()
-                self._tell_of_room()
-            if not self._closed:
+            while self._advance(frames, connection, outgoing):
+                with self._changed:
+                    self.sending_s += (now_s := time.thread_time()) - noted_s
+                    noted_s = now_s
+                if self.staged_bytes < STAGED_BYTES:
+                    self._tell_of_room()
+            if outgoing.is_ended and not self._closed:
                 frames.end()
         finally:
+            with self._changed:
+                outgoing.idle = None
             frames.close()
+
+    def _advance(self, frames: FrameSender, connection: socket.socket, outgoing: _Outgoing) -> bool:
+        """Sends what is there, or waits for more; False at the end, or where the receiver has left."""
+        with self._changed:
+            batch = outgoing.batches.popleft() if outgoing.batches else []
+            if self._closed or (outgoing.is_ended and batch == []):
+                outgoing.idle = None
+                return False
+            outgoing.idle = frames if batch == [] else None
+            outgoing.wants_room = outgoing.wants_room and self.staged_bytes >= STAGED_BYTES
+        if isinstance(batch, StagedFrame):
+            frames.send_staged(batch)
+            self._note_sent(batch.num_bytes)
+        elif batch:
+            try:
+                sent = batch if outgoing.cut is None else [outgoing.cut(block) for block in batch]
+                frames.send(sent)
+                self._note_sent(size_of(sent))
+            finally:
+                self._note_free(size_of(batch))
+        elif frames.take_words():
+            outgoing.await_news(connection, frames.left_s(transfer_key.STALL_S))
+            return self._closed or frames.take_words()
+        else:
+            return False
+        return True
+
+    def _note_sent(self, num_bytes: int) -> None:
+        with self._changed:
+            self.num_sent_bytes += num_bytes
+
+    def _note_free(self, num_bytes: int) -> None:
+        """Staged bytes become fewer."""
+        with self._changed:
+            self.staged_bytes -= num_bytes
+            self._changed.notify_all()
 
     def _is_read(self, connection: socket.socket) -> bool:
         """Whether the receiver reads the staging memory."""
         offer = offer_of(self._way, self._staging)
-        connection.sendall(_OFFER.pack(len(offer)) + offer)
-        return bool(offer) and received(connection, 1) == _READS
-
-    def _next_blocks(self, outgoing: _Outgoing, frames: FrameSender) -> list[Block] | StagedFrame | None:
-        """The next blocks to send, which are the connection's from now on; None at the end."""
-        if not outgoing.frames:
-            frames.settle()  # no slot waits with it
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or outgoing.is_ended or bool(outgoing.frames))
-            return outgoing.frames.popleft() if outgoing.frames and not self._closed else None
+        connection.sendall(OFFER.pack(len(offer)) + offer)
+        return bool(offer) and received(connection, 1) == READS
 
     def _forget_missed(self) -> None:
         """No peer has connected for these transfers."""
-        oldest_s = time.monotonic() - 2 * HANDSHAKE_S
+        oldest_s = time.monotonic() - 2 * transfer_key.HANDSHAKE_S
         with self._changed:
             for transfer, outgoing in list(self._open.items()):
                 if not outgoing.is_connected and outgoing.offered_s < oldest_s:
@@ -281,108 +313,20 @@ class BlockServer:
     def _forget(self, transfer: bytes) -> None:
         outgoing = self._open.pop(transfer, None)
         if outgoing is not None:
-            while outgoing.frames:
-                blocks = outgoing.frames.popleft()
-                self.staged_bytes -= size_of(blocks)
-                self._give_back(blocks)
+            while outgoing.batches:
+                batch = outgoing.batches.popleft()
+                self.staged_bytes -= _held_by(batch)
+                self._give_back(batch)
 
-    def _give_back(self, blocks: Sequence[Block] | StagedFrame) -> None:
-        if isinstance(blocks, StagedFrame):
-            self._staging.give_back(blocks.slot)
-
-
-class BlockReceiver:
-    """Receives the blocks of one transfer on a separate thread."""
-
-    def __init__(
-        self,
-        address: tuple[str, int],
-        key: TransferKey,
-        names: Sequence[bytes],
-        on_blocks: Callable[[Sequence[Block]], bool],
-        on_end: Callable[[Exception | None], None],
-        way: Way | None = None,
-    ) -> None:
-        """`names` are those of the blocks in order. `on_blocks` takes correct blocks, in order; it returns whether more
-        are wanted, and may wait. `on_end` is called once: with what went wrong, or None. `way`: how the sender's memory
-        may be read.
-        """
-        self._address = address
-        self._key = key
-        self._names = names
-        self._on_blocks = on_blocks
-        self._on_end = on_end
-        self._way = way
-        self._connection: socket.socket | None = None
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="holdfast-blocks-in", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        """Nothing more is wanted."""
-        self._closed = True
-        if self._connection is not None:
-            _shut(self._connection)
-
-    def _run(self) -> None:
-        error: Exception | None = None
-        try:
-            with socket.create_connection(self._address, HANDSHAKE_S) as connection:
-                self._connection = connection
-                connection.sendall(self._key.hello())
-                _tune(connection)
-                self._receive(connection)
-        except BlockingIOError:  # the kernel's word for the end of a wait
-            error = None if self._closed else TimeoutError(f"nothing came for {STALL_S:g} s")
-        except (OSError, EOFError, WrongDigestError, ValueError, ConfigurationError) as failure:
-            error = None if self._closed else failure
-        self._on_end(error)
-
-    def _receive(self, connection: socket.socket) -> None:
-        sealer = self._key.sealer
-        reader = self._reader(connection)
-        try:
-            frames = FrameReceiver(connection, sealer, self._names, reader, STALL_S)
-            while not self._closed and not frames.is_complete:
-                blocks = frames.next()
-                if blocks is None or not self._on_blocks(blocks):
-                    return
-        finally:
-            if reader is not None:
-                reader.close()
-
-    def _reader(self, connection: socket.socket) -> Reader | None:
-        """Reads the sender's memory, if it has offered it and it can be read here."""
-        (num_bytes,) = _OFFER.unpack(received(connection, _OFFER.size))
-        if num_bytes > _LARGEST_OFFER:
-            raise ValueError(f"an offer of {num_bytes} bytes, where {_LARGEST_OFFER} is the limit")
-        if not num_bytes:
-            return None
-        reader = reader_of(self._way, received(connection, num_bytes))
-        connection.sendall(_READS_NOT if reader is None else _READS)
-        return reader
-
-
-def _tune(connection: socket.socket) -> None:
-    """Sends words at once, even if those before are not confirmed: each end waits for the other's.
-
-    Waits of `STALL_S` at most, kept by the kernel: a timeout of Python's costs a `poll` for each call, and lets the
-    kernel move less by one, which takes a third of the throughput over loopback.
-    """
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.settimeout(None)
-    limit = struct.pack("@ll", int(STALL_S), int(STALL_S % 1 * 1e6))
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connection.setsockopt(socket.SOL_SOCKET, option, limit)
-
-
-def _shut(end: socket.socket) -> None:
-    with suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
+    def _give_back(self, batch: Sequence[Block] | StagedFrame) -> None:
+        if isinstance(batch, StagedFrame):
+            self._staging.give_back(batch.slots)
 
 
 def size_of(blocks: Sequence[Block] | StagedFrame) -> int:
     """Bytes of rows."""
     return blocks.num_bytes if isinstance(blocks, StagedFrame) else sum(len(row) for _, row in blocks)
+
+
+def _held_by(blocks: Sequence[Block] | StagedFrame) -> int:
+    return blocks.held_bytes if isinstance(blocks, StagedFrame) else size_of(blocks)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from holdfast.worker.engine.block_frames import Block
-from holdfast.worker.engine.block_sockets import BlockReceiver, TransferKey
+from holdfast.worker.engine.block_receiver import BlockReceiver
 from holdfast.worker.engine.staging import Way
+from holdfast.worker.engine.transfer_key import TransferKey
 from holdfast.worker.executors.block_layout import Regrouping
 
 

@@ -6,14 +6,13 @@ import base64
 import secrets
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.worker.engine.staging import Reader, Staging, check_slot, lines_of
+from holdfast.worker.engine.staging import FRAME_BYTES, STAGING_BYTES, Reader, Staging, check_slot, lines_of
 from holdfast.worker.errors import ConfigurationError
 
 BACKEND: Final = "UCX"
@@ -53,9 +52,9 @@ class Nixl:
         address = staging.memory.ctypes.data
         with self.lock:
             if staging not in self._lent:
-                self.agent.register_memory([(address, staging.num_bytes, 0, "")], _HOST_MEMORY)
+                self.agent.register_memory([(address, STAGING_BYTES, 0, "")], _HOST_MEMORY)
                 self._lent[staging] = base64.b64encode(self.agent.get_agent_metadata()).decode()
-            return {"agent": self._lent[staging], "address": address, "bytes": staging.num_bytes}
+            return {"agent": self._lent[staging], "address": address, "bytes": STAGING_BYTES}
 
     def reader(self, offer: dict[str, Any]) -> Reader:
         metadata = base64.b64decode(offer["agent"], validate=True)
@@ -82,19 +81,20 @@ class _NixlReader:
     def __init__(self, nixl: Nixl, peer: str, address: int, slot_bytes: int, num_bytes: int) -> None:
         self._nixl, self._peer = nixl, peer
         self._address, self._slot_bytes, self._num_bytes = address, slot_bytes, num_bytes
-        self._landing = lines_of(slot_bytes)
-        self._registered = nixl.agent.register_memory([(self._landing.ctypes.data, slot_bytes, 0, "")], _HOST_MEMORY)
+        self._landing = lines_of(FRAME_BYTES)
+        self._registered = nixl.agent.register_memory([(self._landing.ctypes.data, FRAME_BYTES, 0, "")], _HOST_MEMORY)
 
-    def read(self, slot: int, into: NDArray[np.uint8]) -> Iterator[int]:
-        check_slot(slot, len(into), self._slot_bytes, self._num_bytes)
+    def read(self, slot: int, num_bytes: int) -> NDArray[np.uint8]:
+        check_slot(slot, num_bytes, self._slot_bytes, self._num_bytes)
+        if num_bytes > FRAME_BYTES:
+            raise ValueError(f"a frame of {num_bytes} bytes, where {FRAME_BYTES} is the limit")
         try:
-            state = self._read(self._address + slot * self._slot_bytes, len(into))
+            state = self._read(self._address + slot * self._slot_bytes, num_bytes)
         except Exception as error:  # whatever its native part raises
             raise OSError(f"a read by NIXL has failed: {error}") from error
         if state != "DONE":
             raise OSError(f"NIXL has read nothing for {READ_S:g} s" if state == "PROC" else "a read by NIXL has failed")
-        np.copyto(into, self._landing[: len(into)])
-        yield len(into)
+        return self._landing[:num_bytes]
 
     def _read(self, address: int, num_bytes: int) -> str:
         agent, lock = self._nixl.agent, self._nixl.lock

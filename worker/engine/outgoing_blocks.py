@@ -7,17 +7,39 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from holdfast.worker.cache.sealing import MAX_OVERHEAD
 from holdfast.worker.engine.block_frames import Block
-from holdfast.worker.engine.block_sockets import BlockServer, TransferKey, size_of
+from holdfast.worker.engine.block_sockets import BlockServer, size_of
 from holdfast.worker.engine.incoming_blocks import Taker
 from holdfast.worker.engine.staging import Way
 from holdfast.worker.engine.tier_mover import MoverCounts, Place
+from holdfast.worker.engine.transfer_key import TransferKey
 from holdfast.worker.executors.kv_cache import BlockRows
 
 MAX_STAGED_BYTES: Final = 128 << 20
 """Most bytes of rows for other replicas on one rank. The leader decides by its own count: a slower rank ends its
 transfer."""
+
+
+TRIAL: Final = 50
+"""One copy of so many is made the other way."""
+
+
+class _Copies:
+    """Whether copies into slots go past this core's caches: as it took less time lately. Where the reader's core shares
+    a cache with it, they need not; else each line that was read there must be asked back before it is written.
+    """
+
+    def __init__(self) -> None:
+        self._s_per_byte = {False: 0.0, True: 0.0}  # so that both are tried first
+        self._count = 0
+
+    def goes_past(self) -> bool:
+        self._count += 1
+        return (self._s_per_byte[True] < self._s_per_byte[False]) is not (self._count % TRIAL == 0)
+
+    def note(self, past: bool, s_per_byte: float) -> None:
+        old = self._s_per_byte[past]
+        self._s_per_byte[past] = (old + s_per_byte) / 2 if old else s_per_byte
 
 
 class OutgoingBlocks:
@@ -36,6 +58,7 @@ class OutgoingBlocks:
         self._lock = threading.Lock()
         self._server: BlockServer | None = None
         self._transfers: dict[int, Sequence[Taker]] = {}  # by the leader's number
+        self._copies = _Copies()
 
     def close(self) -> None:
         """Ends all transfers."""
@@ -45,8 +68,7 @@ class OutgoingBlocks:
     def listen(self, host: str) -> int:
         """Listens for other replicas from now on; the port. Raises OSError."""
         if self._server is None:
-            largest = max(pool.row_bytes for pool in self._pools.values()) + MAX_OVERHEAD
-            self._server = BlockServer(host, self._note_sent, self._way, largest)
+            self._server = BlockServer(host, self._note_sent, self._way)
         return self._server.port
 
     def offer(self, number: int, takers: Sequence[Taker]) -> None:
@@ -81,6 +103,7 @@ class OutgoingBlocks:
 
     def _send_staged(self, server: BlockServer, key: TransferKey, places: Sequence[Place]) -> None:
         """Copies these blocks to where their connection sends them from, or elsewhere where no room is there."""
+        can_go_past = server.is_read(key) and not key.is_encrypted  # what is encrypted is read here once more
         for kind, pool in self._pools.items():
             left = [one for one in places if one[0].startswith(kind)]
             while left:
@@ -90,7 +113,10 @@ class OutgoingBlocks:
                     server.send(key.transfer, copied(self._pools, left, self._counts))
                     break
                 some, left = left[: len(frame.names)], left[len(frame.names) :]
-                pool.read([place for _, place in some], frame.rows)
+                past = can_go_past and self._copies.goes_past()
+                frame.fill(pool, [place for _, place in some], past_caches=past)
+                if can_go_past:
+                    self._copies.note(past, (time.thread_time() - began_s) / frame.num_bytes)
                 server.send(key.transfer, frame)
                 self._counts.note("copy_s_per_byte", began_s, time.thread_time(), frame.num_bytes)
 

@@ -26,12 +26,12 @@ from holdfast.worker.cache.memory_store import MemoryStore
 from holdfast.worker.cache.sealing import sealer_of
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.engine.block_mover import BlockMover
-from holdfast.worker.engine.block_sockets import TransferKey
 from holdfast.worker.engine.nixl_way import Nixl
 from holdfast.worker.engine.offload_checks import check_offload
 from holdfast.worker.engine.restore import Expected
 from holdfast.worker.engine.staging import SharedMemory, Way
 from holdfast.worker.engine.tier_mover import KV, NAME_BYTES, STATE, MoverCounts, MoverEvents, Place, Store
+from holdfast.worker.engine.transfer_key import TransferKey
 from holdfast.worker.engine.transfer_shares import RankShare, SendingReplica, read_heads
 from holdfast.worker.executors.block_layout import Heads
 from holdfast.worker.executors.kv_cache import BlockMemory

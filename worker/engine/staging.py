@@ -12,26 +12,25 @@ import logging
 import mmap
 import os
 import secrets
-from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.worker.cache.sealing import Sealer
+from holdfast.worker.executors.kv_cache import BlockRows
+from holdfast.worker.executors.row_places import RowPlaces
 
 logger = logging.getLogger(__name__)
 
-SLOT_BYTES: Final = 2 << 20
-"""Slots are as large, or as large as the largest block."""
-MAX_SLOT_BYTES: Final = 8 << 20
-"""Larger blocks go over the connection."""
-STAGING_BYTES: Final = 32 << 20
-PORTION_BYTES: Final = 256 << 10
-"""Read at a time: a core's cache still has it when its digest is checked."""
-_PAGE_BYTES: Final = 4096
+SLOT_BYTES: Final = 512 << 10
+FRAME_BYTES: Final = 8 << 20
+"""Most bytes of a frame, which takes slots in a row: each one costs both ends some time. Larger blocks go over the
+connection."""
+STAGING_BYTES: Final = 40 << 20
 LINE_BYTES: Final = 64
 """Rows in a slot begin at a cache line: copies that do not take a quarter longer."""
 TAG_BYTES: Final = 32
@@ -41,45 +40,44 @@ _NAME: Final = "holdfast-blocks"
 class Staging:
     """Memory of one sender, in slots of equal size. Used by several threads."""
 
-    def __init__(self, largest_bytes: int) -> None:
-        """`largest_bytes`: those of the largest block. Raises OSError."""
-        pages = -(-min(largest_bytes + LINE_BYTES, MAX_SLOT_BYTES) // _PAGE_BYTES)
-        self.slot_bytes = max(SLOT_BYTES, pages * _PAGE_BYTES)
+    def __init__(self) -> None:
+        """Raises OSError."""
         self.tag = secrets.token_bytes(TAG_BYTES)
-        num_slots = STAGING_BYTES // self.slot_bytes
-        self.num_bytes = num_slots * self.slot_bytes
-        """Bytes of all slots; the tag follows."""
         self.file = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(self.file, self.num_bytes + TAG_BYTES)
+        os.ftruncate(self.file, STAGING_BYTES + TAG_BYTES)
         self.memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(self.file, 0), np.uint8)
-        self.memory[self.num_bytes :] = np.frombuffer(self.tag, np.uint8)
-        self._free = deque(range(num_slots))  # the last one that was given back is next: caches still have it
-
-    def take(self) -> int | None:
-        """A free slot; None: there is none."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return None
+        self.memory[STAGING_BYTES:] = np.frombuffer(self.tag, np.uint8)
+        self._lock = threading.Lock()
+        self._is_free = bytearray(b"\x01" * (STAGING_BYTES // SLOT_BYTES))
 
     def frame(self, blocks: Sequence[tuple[bytes, int]], form: type[Sealer]) -> "StagedFrame | None":
-        """A frame for blocks of these names and bytes of rows, in a slot; None: they do not fit, or none is free."""
-        places = Places.of([num_bytes + form.overhead for _, num_bytes in blocks], form)
-        if places.num_bytes > self.slot_bytes or (slot := self.take()) is None:
+        """A frame for blocks of these names and bytes of rows; None: they are too large, or there is no room."""
+        places = Places.of(tuple(num_bytes + form.overhead for _, num_bytes in blocks), form.before)
+        slots = None if places.num_bytes > FRAME_BYTES else self._take(-(-places.num_bytes // SLOT_BYTES))
+        if slots is None:
             return None
-        return StagedFrame(self.slot(slot), slot, [name for name, _ in blocks], places, form)
+        return StagedFrame(
+            self.memory, slots, [name for name, _ in blocks], places.moved(slots.start * SLOT_BYTES), form
+        )
 
-    def give_back(self, slot: int) -> None:
-        self._free.append(slot)
+    def _take(self, count: int) -> range | None:
+        """Free slots in a row, the first ones: caches have them."""
+        with self._lock:
+            first = self._is_free.find(b"\x01" * count)
+            if first < 0:
+                return None
+            self._is_free[first : first + count] = bytes(count)
+            return range(first, first + count)
+
+    def give_back(self, slots: range) -> None:
+        """These slots are free again."""
+        with self._lock:
+            self._is_free[slots.start : slots.stop] = b"\x01" * len(slots)
 
     @property
     def num_free(self) -> int:
         """Slots that no connection holds."""
-        return len(self._free)
-
-    def slot(self, number: int) -> NDArray[np.uint8]:
-        """The bytes of a slot."""
-        return self.memory[number * self.slot_bytes :][: self.slot_bytes]
+        return sum(self._is_free)
 
     def close(self) -> None:
         """No receiver can map it any more."""
@@ -87,7 +85,7 @@ class Staging:
 
 
 class Places(NamedTuple):
-    """Places of records in a slot."""
+    """Places of records in a memory."""
 
     lengths: Sequence[int]
     """Bytes of each record."""
@@ -96,18 +94,18 @@ class Places(NamedTuple):
     """Up to the end of the last one."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], form: type[Sealer]) -> "Places":
-        """Records one after the other, the row of each at the next cache line."""
+    @lru_cache(64)
+    def of(cls, lengths: tuple[int, ...], before: int) -> "Places":
+        """Records one after the other; the row of each begins so many bytes behind it, at the next cache line."""
         firsts, end = [], 0
         for length in lengths:
-            firsts.append(end + -(end + form.before) % LINE_BYTES)
+            firsts.append(end + -(end + before) % LINE_BYTES)
             end = firsts[-1] + length
         return cls(lengths, firsts, end)
 
-    @classmethod
-    def in_a_row(cls, lengths: Sequence[int]) -> "Places":
-        """Records as they follow their head on a connection."""
-        return cls(lengths, [0, *accumulate(lengths[:-1])], sum(lengths))
+    def moved(self, by: int) -> "Places":
+        """The same, so many bytes further on."""
+        return Places(self.lengths, [by + first for first in self.firsts], by + self.num_bytes)
 
     def records(self, memory: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
         """The records that lie in this memory."""
@@ -122,36 +120,57 @@ def lines_of(num_bytes: int) -> NDArray[np.uint8]:
 
 
 class StagedFrame:
-    """Blocks in a slot, as records, which are not sealed yet."""
+    """Blocks in slots, as records."""
 
     def __init__(
-        self, memory: NDArray[np.uint8], slot: int, names: Sequence[bytes], places: Places, form: type[Sealer]
+        self, memory: NDArray[np.uint8], slots: range, names: Sequence[bytes], places: Places, form: type[Sealer]
     ) -> None:
-        """`form`: what a record has besides its row."""
-        self.slot = slot
+        """`memory`: that of all slots. `form`: what a record has besides its row."""
+        self.memory = memory
+        self.slots = slots
         self.names = names
         self.places = places
-        self.records = places.records(memory)
-        self._form = form
+        self.form = form
+        self.num_bytes = sum(places.lengths) - form.overhead * len(names)
+        """Bytes of rows."""
+        self.held_bytes = len(slots) * SLOT_BYTES
+        """Bytes of its slots, until they are given back."""
+        self.is_sealed = False
+
+    @property
+    def records(self) -> list[NDArray[np.uint8]]:
+        return self.places.records(self.memory)
 
     @property
     def rows(self) -> list[NDArray[np.uint8]]:
         """Places of the blocks' rows."""
-        first, after = self._form.before, self._form.overhead - self._form.before
+        first, after = self.form.before, self.form.overhead - self.form.before
         return [record[first : len(record) - after] for record in self.records]
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of rows."""
-        return sum(self.places.lengths) - self._form.overhead * len(self.names)
+    def fill(self, pool: BlockRows, block_ids: Sequence[int], *, past_caches: bool) -> None:
+        """Copies its blocks out of a pool, with their digests where a copy can take them. `past_caches`:
+        another core reads them next.
+        """
+        seeds = self.form.seeds(self.names)
+        firsts = [first + self.form.before for first in self.places.firsts]
+        past_caches = past_caches and seeds is not None
+        pool.read_into(block_ids, RowPlaces(self.memory, firsts, pool.row_bytes, seeds, past_caches))
+        self.is_sealed = seeds is not None
+
+    def seal(self, sealer: Sealer) -> None:
+        """Completes its records."""
+        if not self.is_sealed:
+            for name, record in zip(self.names, self.records, strict=True):
+                sealer.seal_in_place(name, record.data)
+            self.is_sealed = True
 
 
 class Reader(Protocol):
     """Reads the slots of one sender's staging memory, for one connection."""
 
-    def read(self, slot: int, into: NDArray[np.uint8]) -> Iterator[int]:
-        """Copies the first bytes of a slot; says how many are there, each time that there are more. Raises OSError, and
-        ValueError if the slot does not have them.
+    def read(self, slot: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Bytes from a slot on, which stay until the next call; the sender may change them meanwhile. Raises OSError,
+        and ValueError if the memory does not have them.
         """
         ...
 
@@ -180,7 +199,7 @@ def offer_of(way: Way | None, staging: Staging | None) -> bytes:
     """A sender's message; empty: blocks follow their frames."""
     if way is None or staging is None:
         return b""
-    return json.dumps({"kind": way.kind, "slot_bytes": staging.slot_bytes, **way.offer(staging)}).encode()
+    return json.dumps({"kind": way.kind, "slot_bytes": SLOT_BYTES, **way.offer(staging)}).encode()
 
 
 def reader_of(way: Way | None, message: bytes) -> Reader | None:
@@ -196,45 +215,54 @@ def reader_of(way: Way | None, message: bytes) -> Reader | None:
 
 
 class SharedMemory:
-    """Between processes of one user on one host."""
+    """Between processes of one user on one host. What is mapped stays mapped while its sender lives."""
 
     kind = "shared memory"
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, NDArray[np.uint8]] = {}
+        """Memory by the path of its sender's file."""
 
     def offer(self, staging: Staging) -> dict[str, Any]:
         return {"process": os.getpid(), "file": staging.file, "tag": staging.tag.hex()}
 
     def reader(self, offer: dict[str, Any]) -> Reader:
         path = f"/proc/{int(offer['process'])}/fd/{int(offer['file'])}"
-        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        tag, slot_bytes = bytes.fromhex(offer["tag"]), int(offer["slot_bytes"])
+        for gone in [one for one in list(self._mapped) if not os.path.exists(one)]:
+            self._mapped.pop(gone, None)
+        memory = self._mapped.get(path)
+        if memory is None or memory[-TAG_BYTES:].tobytes() != tag:
+            memory = self._mapped[path] = _mapped(path)
+        if memory[-TAG_BYTES:].tobytes() != tag:
             raise OSError("its memory file is on another host")
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            found = mmap.mmap(file, 0, mmap.MAP_SHARED, mmap.PROT_READ)
-        finally:
-            os.close(file)
-        if found[-TAG_BYTES:] != bytes.fromhex(offer["tag"]):
-            raise OSError("its memory file is on another host")
-        return _MappedSlots(found, int(offer["slot_bytes"]))
+        return _MappedSlots(memory[:-TAG_BYTES], slot_bytes)
+
+
+def _mapped(path: str) -> NDArray[np.uint8]:
+    if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+        raise OSError("its memory file is on another host")
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return np.frombuffer(mmap.mmap(file, 0, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
+    finally:
+        os.close(file)
 
 
 class _MappedSlots:
-    def __init__(self, memory: mmap.mmap, slot_bytes: int) -> None:
-        self._memory = np.frombuffer(memory, np.uint8)[:-TAG_BYTES]
+    def __init__(self, memory: NDArray[np.uint8], slot_bytes: int) -> None:
+        self._memory = memory
         self._slot_bytes = slot_bytes
 
-    def read(self, slot: int, into: NDArray[np.uint8]) -> Iterator[int]:
-        check_slot(slot, len(into), self._slot_bytes, len(self._memory))
-        first = slot * self._slot_bytes
-        for at in range(0, len(into), PORTION_BYTES):
-            some = into[at : at + PORTION_BYTES]
-            np.copyto(some, self._memory[first + at : first + at + len(some)])
-            yield at + len(some)
+    def read(self, slot: int, num_bytes: int) -> NDArray[np.uint8]:
+        check_slot(slot, num_bytes, self._slot_bytes, len(self._memory))
+        return self._memory[slot * self._slot_bytes :][:num_bytes]
 
     def close(self) -> None:
-        """The mapping goes with the last reference."""
+        """The mapping stays for the next transfer."""
 
 
 def check_slot(slot: int, num_bytes: int, slot_bytes: int, staging_bytes: int) -> None:
-    """Raises ValueError unless the slot is one of the staging memory, and has these bytes."""
-    if slot < 0 or num_bytes > slot_bytes or (slot + 1) * slot_bytes > staging_bytes:
-        raise ValueError(f"{num_bytes} bytes in slot {slot}, where there are {staging_bytes // slot_bytes} slots")
+    """Raises ValueError unless the staging memory has these bytes from the slot on."""
+    if slot < 0 or slot * slot_bytes + num_bytes > staging_bytes:
+        raise ValueError(f"{num_bytes} bytes from slot {slot} on, where there are {staging_bytes // slot_bytes} slots")

@@ -219,8 +219,9 @@ class MoverCounts:
 
     def note_sent(self, num_bytes: int, sending_s: float) -> None:
         """Takes in how many bytes were sent until now, and their CPU time."""
-        self.note("send_s_per_byte", self._sending_s, sending_s, num_bytes - self.num_sent_bytes)
-        self.num_sent_bytes, self._sending_s = num_bytes, sending_s
+        if num_bytes > self.num_sent_bytes:  # else the time counts with the next bytes
+            self.note("send_s_per_byte", self._sending_s, sending_s, num_bytes - self.num_sent_bytes)
+            self.num_sent_bytes, self._sending_s = num_bytes, sending_s
 
     def note_speed(self, host: str, lasted_s: float, num_bytes: int) -> None:
         """Takes a transfer from a host into the speeds."""

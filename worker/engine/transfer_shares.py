@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from holdfast.worker.engine.block_frames import Block
-from holdfast.worker.engine.block_sockets import TransferKey
 from holdfast.worker.engine.incoming_blocks import Sender, Taker, Transfer
 from holdfast.worker.engine.restore import Expected
+from holdfast.worker.engine.transfer_key import TransferKey
 from holdfast.worker.executors.block_layout import BlockLayout, Heads, Regrouping, heads_from
 from holdfast.worker.executors.kv_cache import BlockMemory
 from holdfast.worker.executors.tensor_parallel import TensorParallelGroup

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.worker.executors.block_layout import Bytes
 from holdfast.worker.executors.kv_cache import KVCache
+from holdfast.worker.executors.row_places import RowPlaces
 
 
 class DeviceBlocks:
@@ -23,17 +23,18 @@ class DeviceBlocks:
         self.row_bytes = sum(self._lengths)
         self._staged = self._host_memory(0)
 
-    def read(self, block_ids: Sequence[int], into: Sequence[Bytes] | None = None) -> Sequence[Bytes]:
-        """A copy of these blocks, rows of `row_bytes`; `into`: where it is made."""
+    def read(self, block_ids: Sequence[int]) -> Sequence[Bytes]:
+        """A copy of these blocks, rows of `row_bytes`."""
         ids = torch.tensor(block_ids, device=self._device)
         parts = [pool.index_select(1, ids).transpose(0, 1).flatten(1) for pool in self._pools]
         staged = self._rows(len(block_ids))
         staged.copy_(torch.cat(parts, dim=1), non_blocking=True)
         self._wait()
-        rows = list(np.empty(staged.shape, np.uint8)) if into is None else into
-        for row, found in zip(rows, staged.numpy(), strict=True):
-            row[:] = found
-        return rows
+        return list(staged.numpy().copy())
+
+    def read_into(self, block_ids: Sequence[int], places: RowPlaces) -> None:
+        """Copies these blocks to places for rows of `row_bytes`, with their digests."""
+        places.fill(self.read(block_ids))
 
     def write(self, block_ids: Sequence[int], rows: Sequence[Bytes]) -> None:
         """Overwrites the content of these blocks with rows of `row_bytes`. The ids differ from each other."""

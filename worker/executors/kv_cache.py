@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.executors.block_layout import BlockLayout, Bytes
+from holdfast.worker.executors.row_places import RowPlaces
 from holdfast.worker.model_info import TILE_TOKENS
 
 
@@ -209,8 +210,12 @@ class BlockRows(Protocol):
         """Bytes of a block."""
         ...
 
-    def read(self, block_ids: Sequence[int], into: Sequence[Bytes] | None = None) -> Sequence[Bytes]:
-        """A copy of these blocks, rows of `row_bytes`; `into`: where it is made."""
+    def read(self, block_ids: Sequence[int]) -> Sequence[Bytes]:
+        """A copy of these blocks, rows of `row_bytes`."""
+        ...
+
+    def read_into(self, block_ids: Sequence[int], places: RowPlaces) -> None:
+        """Copies these blocks to places for rows of `row_bytes`, with their digests."""
         ...
 
     def write(self, block_ids: Sequence[int], rows: Sequence[Bytes]) -> None:

@@ -17,8 +17,8 @@ import grpc
 
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.block_hash import HASH_BYTES
-from holdfast.worker.engine.block_sockets import TransferKey
 from holdfast.worker.engine.tier_mover import KV, NAME_BYTES
+from holdfast.worker.engine.transfer_key import TransferKey
 from holdfast.worker.engine.transfer_shares import SendingReplica
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.executors.block_layout import Heads

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from ipaddress import ip_address
 
 from holdfast.v1 import engine_pb2
-from holdfast.worker.engine.block_sockets import KEY_BYTES, TRANSFER_BYTES, TransferKey
 from holdfast.worker.engine.rank_orders import RankMover
+from holdfast.worker.engine.transfer_key import KEY_BYTES, TRANSFER_BYTES, TransferKey
 from holdfast.worker.engine.transfer_shares import SendingReplica
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.executors.block_layout import UNIT, Heads, mismatch

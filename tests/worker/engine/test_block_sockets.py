@@ -14,10 +14,14 @@ import pytest
 
 from holdfast.worker.cache import sealing
 from holdfast.worker.cache.sealing import KeySealer, Sealer, WrongDigestError
-from holdfast.worker.engine import block_frames, block_mover, block_sockets, outgoing_blocks
-from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
+from holdfast.worker.engine import block_frames, block_mover, frame_receiver, outgoing_blocks, transfer_key
+from holdfast.worker.engine.block_receiver import BlockReceiver
+from holdfast.worker.engine.block_sockets import BlockServer
+from holdfast.worker.engine.frame_receiver import FrameReceiver
 from holdfast.worker.engine.incoming_blocks import Taker
+from holdfast.worker.engine.staging import SLOT_BYTES
 from holdfast.worker.engine.tier_mover import KV
+from holdfast.worker.engine.transfer_key import TransferKey
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.block_bytes import BlockBytes
 from holdfast.worker.executors.cpu.library import load_library
@@ -86,7 +90,7 @@ def test_blocks_come_in_order_and_whole(server, is_encrypted):
 
 
 def test_memory_of_a_frame_is_used_again_once_none_of_its_blocks_is():
-    memory = block_frames.FrameMemory()
+    memory = frame_receiver.FrameMemory()
     first = memory.frame(100)
     row = np.frombuffer(first.data[10:20], np.uint8)
     address = first.ctypes.data
@@ -135,7 +139,7 @@ def test_a_receiver_that_cannot_decrypt_says_so_and_ends(server, monkeypatch):
 
 
 def test_a_rank_whose_connection_is_slow_keeps_no_more_than_its_bound(monkeypatch):
-    monkeypatch.setattr(outgoing_blocks, "MAX_STAGED_BYTES", 3 * 64)
+    monkeypatch.setattr(outgoing_blocks, "MAX_STAGED_BYTES", 3 * SLOT_BYTES)
     pool = BlockBytes([np.zeros((4, 64), np.uint8)], load_library())
     mover, key = block_mover.BlockMover(None, {KV: pool}), TransferKey.fresh(is_encrypted=False)
     port = mover.outgoing.listen("127.0.0.1")
@@ -159,13 +163,13 @@ def test_a_transfer_has_one_connection(server):
 
 
 def test_a_transfer_that_is_not_known_ends_after_the_handshakes_time(server, monkeypatch):
-    monkeypatch.setattr(block_sockets, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(transfer_key, "HANDSHAKE_S", 0.2)
     received = Received(server.port, TransferKey.fresh(is_encrypted=False)).wait()
     assert isinstance(received.error, EOFError)
 
 
 def test_blocks_for_which_nobody_comes_are_forgotten(server, monkeypatch):
-    monkeypatch.setattr(block_sockets, "HANDSHAKE_S", 0.05)
+    monkeypatch.setattr(transfer_key, "HANDSHAKE_S", 0.05)
     key = TransferKey.fresh(is_encrypted=False)
     server.offer(key)
     server.send(key.transfer, BLOCKS)
@@ -232,14 +236,15 @@ def frame(
 
 def test_a_small_frame_behind_a_large_one_is_not_waited_for_in_vain(monkeypatch):
     """Whoever waits for a large frame is woken for many bytes alone; the next head has few."""
-    get, woken_for = block_frames.received, list[int]()
+    get, woken_for = FrameReceiver._next_bytes, list[int]()
 
-    def noted(connection: socket.socket, num_bytes: int) -> bytes:
-        woken_for.append(connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT))
-        return get(connection, num_bytes)
+    def noted(self: FrameReceiver, num_bytes: int) -> bytes:
+        found = get(self, num_bytes)
+        woken_for.append(self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT))
+        return found
 
-    monkeypatch.setattr(block_frames, "received", noted)
-    large = [(NAMES[0], np.frombuffer(os.urandom(3 * block_frames.WAKE_BYTES), np.uint8))]
+    monkeypatch.setattr(FrameReceiver, "_next_bytes", noted)
+    large = [(NAMES[0], np.frombuffer(os.urandom(3 * frame_receiver.WAKE_BYTES), np.uint8))]
     data = frame(large) + frame(BLOCKS[1:])
     received = Received(Forger(data).port, TransferKey.fresh(is_encrypted=False)).wait()
     assert received.error is None
@@ -285,9 +290,9 @@ def test_a_planted_digest_that_is_not_checked_lets_a_changed_block_through(monke
 END = """
 import sys
 import numpy as np
-from holdfast.worker.engine import block_sockets
-block_sockets.STALL_S = 2.0
-key = block_sockets.TransferKey(b"t" * 16, b"k" * 32)
+from holdfast.worker.engine import block_receiver, block_sockets, transfer_key
+transfer_key.STALL_S = 2.0
+key = transfer_key.TransferKey(b"t" * 16, b"k" * 32)
 blocks = [(b"k" + bytes([number]) * 16, np.full(1 << 20, number, np.uint8)) for number in range(40)]
 """
 SENDER = """
@@ -314,7 +319,7 @@ def end(error):
     print(type(error).__name__, flush=True)
     over.set()
 port = int(sys.stdin.readline())
-block_sockets.BlockReceiver(("10.77.0.1", port), key, [name for name, _ in blocks], take, end).start()
+block_receiver.BlockReceiver(("10.77.0.1", port), key, [name for name, _ in blocks], take, end).start()
 over.wait()
 """
 

@@ -10,10 +10,11 @@ import pytest
 from holdfast.worker.engine import outgoing_blocks
 from holdfast.worker.engine.block_frames import Block
 from holdfast.worker.engine.block_mover import BlockMover
-from holdfast.worker.engine.block_sockets import BlockServer, TransferKey
+from holdfast.worker.engine.block_sockets import BlockServer
 from holdfast.worker.engine.incoming_blocks import IncomingBlocks, Sender, Taker, Transfer
 from holdfast.worker.engine.restore import Expected
 from holdfast.worker.engine.tier_mover import KV
+from holdfast.worker.engine.transfer_key import TransferKey
 from holdfast.worker.engine.transfer_shares import RankShare, SendingReplica, read_heads
 from holdfast.worker.executors.block_layout import BlockLayout, Heads, PageForm
 from holdfast.worker.executors.cpu.block_bytes import BlockBytes

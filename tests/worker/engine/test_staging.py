@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import socket
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,18 +14,40 @@ import numpy as np
 import pytest
 
 from holdfast.worker.cache.sealing import Sealer, WrongDigestError
-from holdfast.worker.engine import nixl_way
-from holdfast.worker.engine.block_frames import MAX_SLOTS, Block, FrameReceiver, FrameSender
-from holdfast.worker.engine.block_sockets import BlockReceiver, BlockServer, TransferKey
+from holdfast.worker.engine import frame_receiver, nixl_way, transfer_key
+from holdfast.worker.engine.block_frames import MAX_FRAMES, Block, FrameSender
+from holdfast.worker.engine.block_receiver import BlockReceiver
+from holdfast.worker.engine.block_sockets import STAGED_BYTES, BlockServer, _Outgoing
+from holdfast.worker.engine.frame_receiver import FrameReceiver
 from holdfast.worker.engine.nixl_way import Nixl
-from holdfast.worker.engine.staging import LINE_BYTES, SLOT_BYTES, SharedMemory, StagedFrame, Staging, Way
+from holdfast.worker.engine.staging import (
+    FRAME_BYTES,
+    LINE_BYTES,
+    SLOT_BYTES,
+    STAGING_BYTES,
+    SharedMemory,
+    StagedFrame,
+    Staging,
+    Way,
+)
+from holdfast.worker.engine.transfer_key import TransferKey
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.block_layout import Bytes
+from holdfast.worker.executors.cpu.block_bytes import BlockBytes
+from holdfast.worker.executors.cpu.library import load_library
 from tests import fake_nixl
 
 LIMIT_S = 60.0
+NUM_SLOTS = STAGING_BYTES // SLOT_BYTES
 ROW_BYTES = 300_000
 NAMES = [b"k" + bytes([number]) * 16 for number in range(50)]
 BLOCKS = [(name, np.frombuffer(os.urandom(ROW_BYTES), np.uint8)) for name in NAMES]
+
+
+@pytest.fixture(autouse=True)
+def _however_slow(monkeypatch):
+    """No transfer ends because the machine is busy."""
+    monkeypatch.setattr(transfer_key, "STALL_S", LIMIT_S)
 
 
 def shared_memory(monkeypatch) -> tuple[Way, Way]:
@@ -46,7 +70,7 @@ def sent(
     ways: tuple[Way | None, Way | None], blocks: Sequence[Block] = BLOCKS, *, is_encrypted: bool = False
 ) -> Iterator[tuple[list[tuple[bytes, bytes]], Exception | None, BlockServer]]:
     """What a receiver has got of these blocks, how it has ended, and the server."""
-    server, key = BlockServer("127.0.0.1", None, ways[0], ROW_BYTES), TransferKey.fresh(is_encrypted=is_encrypted)
+    server, key = BlockServer("127.0.0.1", None, ways[0]), TransferKey.fresh(is_encrypted=is_encrypted)
     found: list[tuple[bytes, bytes]] = []
     ended: list[Exception | None] = []
     over = threading.Event()
@@ -78,7 +102,7 @@ def are_given_back(server: BlockServer) -> bool:
     """Whether all slots are free once the connection has ended."""
     with server._changed:
         assert server._changed.wait_for(lambda: not server._connections, LIMIT_S)
-    return server._staging.num_free == server._staging.num_bytes // server._staging.slot_bytes
+    return server._staging.num_free == NUM_SLOTS
 
 
 def note_in_line(monkeypatch) -> list[int]:
@@ -108,9 +132,9 @@ def test_blocks_are_read_from_the_senders_memory(make, is_encrypted, monkeypatch
     assert not in_line
 
 
-def test_a_block_that_is_larger_than_a_slot_comes_over_the_connection(monkeypatch):
+def test_a_block_that_is_larger_than_a_frame_comes_over_the_connection(monkeypatch):
     in_line = note_in_line(monkeypatch)
-    large = (b"k" + b"l" * 16, np.frombuffer(os.urandom(SLOT_BYTES), np.uint8))
+    large = (b"k" + b"l" * 16, np.frombuffer(os.urandom(FRAME_BYTES), np.uint8))
     blocks = [BLOCKS[0], large, BLOCKS[1]]
     with sent(shared_memory(monkeypatch), blocks) as (found, error, _):
         assert (found, error) == (expected(blocks), None)
@@ -119,7 +143,7 @@ def test_a_block_that_is_larger_than_a_slot_comes_over_the_connection(monkeypatc
 
 def test_without_a_free_slot_blocks_come_over_the_connection(monkeypatch):
     in_line = note_in_line(monkeypatch)
-    monkeypatch.setattr(Staging, "take", lambda self: None)
+    monkeypatch.setattr(Staging, "_take", lambda self, count: None)
     with sent(shared_memory(monkeypatch)) as (found, error, _):
         assert (found, error) == (expected(), None)
     assert sum(in_line) == len(BLOCKS)
@@ -165,25 +189,36 @@ def test_what_cannot_be_read_comes_over_the_connection(make, monkeypatch):
     assert sum(in_line) == len(BLOCKS)
 
 
+def damage_the_second(monkeypatch, *, check: Callable[..., bool]) -> None:
+    """What comes of the second frame differs from what was sent by one bit."""
+    num_frames = 0
+
+    def damaged(source: Bytes, *args) -> bool:
+        nonlocal num_frames
+        num_frames += 1
+        changed = source.copy()
+        changed[7] ^= num_frames == 2
+        return check(changed, *args)
+
+    monkeypatch.setattr(frame_receiver, "copy_checked", damaged)
+
+
 @pytest.mark.parametrize("make", [shared_memory, nixl])
 def test_a_slot_that_was_changed_is_not_taken(make, monkeypatch):
-    take, copy, taken_slots = Staging.take, np.copyto, list[int | None]()
-
-    def damaged(into, source, *args) -> None:
-        copy(into, source)
-        into[7] ^= 1
-
-    def taken(self: Staging) -> int | None:
-        taken_slots.append(take(self))
-        if len(taken_slots) == 6:
-            monkeypatch.setattr(np, "copyto", damaged)
-        return taken_slots[-1]
-
-    monkeypatch.setattr(Staging, "take", taken)
+    damage_the_second(monkeypatch, check=frame_receiver.copy_checked)
     with sent(make(monkeypatch)) as (found, error, server):
         assert isinstance(error, WrongDigestError)
-        assert found == expected()[: len(found)]
+        assert found == expected()[:20], "those of the first frame"
         assert are_given_back(server)
+
+
+def test_planted_a_digest_that_is_not_checked_lets_a_changed_block_through(monkeypatch):
+    check = frame_receiver.copy_checked
+    damage_the_second(monkeypatch, check=lambda *args: check(*args) or True)
+    with sent(shared_memory(monkeypatch)) as (found, error, _):
+        assert error is None
+        assert found != expected()
+        assert [name for name, _ in found] == NAMES
 
 
 @pytest.mark.parametrize("state", ["ERR", "PROC"])
@@ -204,30 +239,68 @@ def test_a_read_by_nixl_that_fails_ends_the_transfer_and_its_memory_stays_if_it_
 
 
 def test_a_slot_outside_of_the_memory_is_not_read(monkeypatch):
-    reader = SharedMemory().reader(offer_of_a(Staging(ROW_BYTES)))
-    with pytest.raises(ValueError, match="16 slots"):
-        list(reader.read(16, np.empty(10, np.uint8)))
-    with pytest.raises(ValueError, match="slot 0"):
-        list(reader.read(0, np.empty(SLOT_BYTES + 1, np.uint8)))
+    staging = Staging()
+    reader = SharedMemory().reader(offer_of_a(staging))
+    for slot, num_bytes in ((NUM_SLOTS, 1), (NUM_SLOTS - 1, SLOT_BYTES + 1), (-1, 10)):
+        with pytest.raises(ValueError, match=f"where there are {NUM_SLOTS} slots"):
+            reader.read(slot, num_bytes)
+    assert len(reader.read(NUM_SLOTS - 1, SLOT_BYTES)) == SLOT_BYTES
 
 
 def offer_of_a(staging: Staging) -> dict:
-    return json.loads(json.dumps({"slot_bytes": staging.slot_bytes, **SharedMemory().offer(staging)}))
+    return json.loads(json.dumps({"slot_bytes": SLOT_BYTES, **SharedMemory().offer(staging)}))
 
 
-def test_no_more_slots_are_held_than_a_connection_may(monkeypatch):
+def test_no_more_frames_are_held_than_a_connection_may(monkeypatch):
     held: list[int] = []
-    take = Staging.take
+    send = FrameSender.send_staged
 
-    def noted(self: Staging) -> int | None:
-        slot = take(self)
-        held.append(self.num_bytes // self.slot_bytes - self.num_free)
-        return slot
+    def noted(self: FrameSender, frame: StagedFrame) -> None:
+        send(self, frame)
+        held.append(len(self._unread))
 
-    monkeypatch.setattr(Staging, "take", noted)
-    with sent(shared_memory(monkeypatch)) as (found, _, _):
-        assert found == expected()
-    assert max(held) == MAX_SLOTS
+    monkeypatch.setattr(FrameSender, "send_staged", noted)
+    with sent(shared_memory(monkeypatch), BLOCKS * 3) as (found, _, _):
+        assert found == expected(BLOCKS * 3)
+    assert max(held) == MAX_FRAMES
+
+
+def test_slots_in_a_row_are_found_again_once_they_are_free():
+    staging = Staging()
+    blocks = [(name, SLOT_BYTES // 2) for name in NAMES]
+    frames = [staging.frame(blocks[:count], Sealer) for count in (31, 1, 31, 31, 31, 31)]
+    firsts = [(0, 16), (16, 17), (17, 33), (33, 49), (49, 65)]
+    assert [frame and frame.slots for frame in frames] == [*(range(*one) for one in firsts), None]
+    for number in (0, 2):
+        staging.give_back(frames[number].slots)
+    assert staging.frame(blocks[:31], Sealer).slots == range(16), "the first ones"
+    assert staging.frame(blocks[:29], Sealer).slots == range(17, 32)
+    assert staging.frame(blocks[:33], Sealer) is None, "larger than any frame"
+
+
+def test_blocks_stay_as_they_came_while_others_come():
+    server, key = BlockServer("127.0.0.1", None, SharedMemory()), TransferKey.fresh(is_encrypted=False)
+    kept: list[Block] = []
+    over = threading.Event()
+    server.offer(key)
+    for first in range(0, len(BLOCKS), 5):
+        server.send(key.transfer, BLOCKS[first : first + 5])
+    BlockReceiver(
+        ("127.0.0.1", server.port), key, NAMES, lambda some: not kept.extend(some), lambda _: over.set(), SharedMemory()
+    ).start()
+    assert over.wait(LIMIT_S)
+    assert [(name, row.tobytes()) for name, row in kept] == expected()
+    server.close()
+
+
+def test_a_mapping_goes_with_its_sender():
+    way, first, second = SharedMemory(), Staging(), Staging()
+    for staging in (first, second, first):
+        way.reader(offer_of_a(staging))
+    assert len(way._mapped) == 2
+    first.close()
+    way.reader(offer_of_a(second))
+    assert len(way._mapped) == 1
 
 
 @pytest.mark.parametrize("is_encrypted", [False, True])
@@ -264,22 +337,27 @@ def noted_rows(
     return noted
 
 
-def staged(server: BlockServer, key: TransferKey) -> StagedFrame:
+POOL = BlockBytes(
+    [np.stack([row[part] for _, row in BLOCKS]) for part in (slice(100_000), slice(100_000, ROW_BYTES))], load_library()
+)
+
+
+def staged(server: BlockServer, key: TransferKey, *, past_caches: bool = False) -> StagedFrame:
     """A frame of the first three blocks."""
     frame = server.frame(key, NAMES[:3], ROW_BYTES)
     assert frame is not None
-    for place, (_, row) in zip(frame.rows, BLOCKS, strict=False):
-        place[:] = row
+    frame.fill(POOL, [0, 1, 2], past_caches=past_caches)
     return frame
 
 
+@pytest.mark.parametrize("past_caches", [False, True])
 @pytest.mark.parametrize("is_encrypted", [False, True])
-def test_blocks_that_were_copied_into_a_slot_are_sent_from_there(is_encrypted, monkeypatch):
+def test_blocks_that_were_copied_into_slots_are_sent_from_there(is_encrypted, past_caches, monkeypatch):
     send = BlockServer.send
 
     def in_a_frame(self: BlockServer, transfer: bytes, blocks: Sequence[Block]) -> None:
         key = self._open[transfer].key
-        send(self, transfer, staged(self, key) if blocks else blocks)
+        send(self, transfer, staged(self, key, past_caches=past_caches) if blocks else blocks)
 
     monkeypatch.setattr(BlockServer, "send", in_a_frame)
     for ways in (shared_memory(monkeypatch), (None, None)):
@@ -289,7 +367,7 @@ def test_blocks_that_were_copied_into_a_slot_are_sent_from_there(is_encrypted, m
 
 
 def test_a_frame_of_a_transfer_that_is_over_gives_its_slot_back():
-    server, key = BlockServer("127.0.0.1", None, None, ROW_BYTES), TransferKey.fresh(is_encrypted=False)
+    server, key = BlockServer("127.0.0.1"), TransferKey.fresh(is_encrypted=False)
     server.send(key.transfer, staged(server, key))
     assert are_given_back(server)
     server.offer(key)
@@ -302,15 +380,15 @@ def test_a_frame_of_a_transfer_that_is_over_gives_its_slot_back():
 def test_a_frame_that_is_being_sent_keeps_its_slot_though_the_transfer_is_forgotten(monkeypatch):
     """Else another block could be copied into it before its digest is computed, and would go by this one's name."""
     begun, may_end = threading.Event(), threading.Event()
-    send = FrameSender.send
+    send = FrameSender.send_staged
 
-    def slow(self: FrameSender, blocks: StagedFrame) -> None:
+    def slow(self: FrameSender, frame: StagedFrame) -> None:
         begun.set()
         assert may_end.wait(LIMIT_S)
-        send(self, blocks)
+        send(self, frame)
 
-    monkeypatch.setattr(FrameSender, "send", slow)
-    server, key = BlockServer("127.0.0.1", None, None, ROW_BYTES), TransferKey.fresh(is_encrypted=False)
+    monkeypatch.setattr(FrameSender, "send_staged", slow)
+    server, key = BlockServer("127.0.0.1"), TransferKey.fresh(is_encrypted=False)
     server.offer(key)
     frame = staged(server, key)
     server.send(key.transfer, frame)
@@ -319,9 +397,110 @@ def test_a_frame_that_is_being_sent_keeps_its_slot_though_the_transfer_is_forgot
     server.end(key.transfer)
     with server._changed:
         server._forget(key.transfer)
-    assert not set(server._staging._free) & {frame.slot}
+    assert server._staging.num_free == NUM_SLOTS - len(frame.slots)
     may_end.set()
     assert are_given_back(server)
+    server.close()
+
+
+def listener(server: BlockServer, key: TransferKey) -> socket.socket:
+    """A receiver that says that it reads the sender's memory, and says nothing more by itself."""
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(key.hello())
+    (length,) = struct.unpack("<I", connection.recv(4, socket.MSG_WAITALL))
+    connection.recv(length, socket.MSG_WAITALL)
+    connection.sendall(b"\x01")
+    return connection
+
+
+def filled(server: BlockServer, key: TransferKey) -> int:
+    """Frames that there was room for."""
+    count = 0
+    while server.has_room and server.is_open(key.transfer):
+        server.send(key.transfer, staged(server, key))
+        count += 1
+    return count
+
+
+def test_room_is_told_of_once_frames_are_read_and_not_before():
+    told = threading.Event()
+    times: list[bool] = []
+
+    def on_room() -> None:
+        times.append(server.staged_bytes < STAGED_BYTES)
+        told.set()
+
+    server, key = BlockServer("127.0.0.1", on_room, SharedMemory()), TransferKey.fresh(is_encrypted=False)
+    server.offer(key)
+    with listener(server, key) as connection:
+        assert filled(server, key) > 1
+        assert not server.has_room
+        told.clear()
+        connection.sendall(b"\x01")
+        assert told.wait(LIMIT_S)
+        assert server.has_room
+        assert filled(server, key) == 1
+        connection.sendall(b"\x01\x01")
+        while not server.has_room:  # looks for itself
+            pass
+        assert all(times)
+    assert are_given_back(server)
+    server.close()
+
+
+@pytest.mark.parametrize(("says", "error"), [(b"", "has read nothing"), (b"\x01" * 60, "more frames than it was told")])
+def test_a_receiver_that_reads_nothing_or_too_much_is_left(says, error, monkeypatch, caplog):
+    if not says:
+        monkeypatch.setattr(transfer_key, "STALL_S", 0.1)
+    caplog.set_level("INFO")
+    server, key = BlockServer("127.0.0.1", None, SharedMemory()), TransferKey.fresh(is_encrypted=False)
+    server.offer(key)
+    with listener(server, key) as connection:
+        filled(server, key)
+        connection.sendall(says)
+        assert are_given_back(server)
+    assert not server.staged_bytes
+    assert error in caplog.text
+    server.close()
+
+
+def test_a_receiver_that_has_all_and_leaves_is_no_error(caplog):
+    caplog.set_level("INFO")
+    server, key = BlockServer("127.0.0.1", None, SharedMemory()), TransferKey.fresh(is_encrypted=False)
+    server.offer(key)
+    with listener(server, key) as connection:
+        count = filled(server, key)
+        connection.sendall(b"\x01" * count)
+        connection.shutdown(socket.SHUT_WR)
+        assert are_given_back(server)
+    assert not caplog.records
+    server.close()
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_frame_goes_at_once_from_the_thread_that_copied_it_unless_it_must_be_encrypted(is_encrypted, monkeypatch):
+    by_itself = threading.Event()
+    wait, send = _Outgoing.await_news, FrameSender.send_staged
+    threads: list[int] = []
+    monkeypatch.setattr(_Outgoing, "await_news", lambda *args: by_itself.set() or wait(*args))
+    monkeypatch.setattr(FrameSender, "send_staged", lambda *args: threads.append(threading.get_ident()) or send(*args))
+    server, key = BlockServer("127.0.0.1", None, SharedMemory()), TransferKey.fresh(is_encrypted=is_encrypted)
+    server.offer(key)
+    found: list[bytes] = []
+    over = threading.Event()
+    BlockReceiver(
+        ("127.0.0.1", server.port),
+        key,
+        NAMES[:3],
+        lambda some: not found.extend(row.tobytes() for _, row in some),
+        lambda _: over.set(),
+        SharedMemory(),
+    ).start()
+    assert by_itself.wait(LIMIT_S)
+    server.send(key.transfer, staged(server, key))
+    assert over.wait(LIMIT_S)
+    assert found == [row.tobytes() for _, row in BLOCKS[:3]]
+    assert len(threads) == is_encrypted
     server.close()
 
 

@@ -125,8 +125,8 @@ def _parts(name: str) -> list[_Part]:
     lanes = "avx2" if name in ("avx2", "tiles2", "pairs2") else "avx512"
     order = "pairs" if "-DNATIVE_PAIRS" in _ANY_CLASS[name] else "any"
     parts = [_Part("executor", name), _Part("sampler", lanes), _Part("packing", order), _Part("packing_codes", order)]
-    parts.append(_Part("search_codes", lanes))
-    same = ("block_rows", "packing_units", "packing_adapters", "compact", "pool", "quantize")
+    parts += [_Part(source, lanes) for source in ("search_codes", "block_rows")]
+    same = ("packing_units", "packing_adapters", "compact", "pool", "quantize")
     parts += [_Part(source, "any") for source in same]
     return [*parts, _Part("plain", lanes)] if name in CLASSES else parts
 

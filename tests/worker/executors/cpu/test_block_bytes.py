@@ -5,6 +5,7 @@ import pytest
 
 from holdfast.worker.executors.cpu.block_bytes import BlockBytes
 from holdfast.worker.executors.cpu.library import load_library
+from holdfast.worker.executors.row_places import RowPlaces
 
 SIZES = (48, 0, 17, 300)
 NUM_BLOCKS = 9
@@ -24,7 +25,8 @@ def test_rows_hold_all_bytes_of_a_block_wherever_they_are_copied_to():
     pool, end = BlockBytes(layers, load_library()), 12 + sum(SIZES)
     expected = [block(layers, number) for number in (3, 7, 0)]
     assert [row.tobytes() for row in pool.read([3, 7, 0])] == expected
-    pool.read([3, 7, 0], list(elsewhere[:, 12:end]))
+    firsts = [400 * number + 12 for number in range(3)]
+    pool.read_into([3, 7, 0], RowPlaces(elsewhere.ravel(), firsts, sum(SIZES)))
     assert [row.tobytes() for row in elsewhere[:, 12:end]] == expected
     assert not elsewhere[:, :12].any()
     assert not elsewhere[:, end:].any()

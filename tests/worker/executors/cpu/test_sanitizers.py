@@ -30,7 +30,7 @@ CHOSEN = (
     " or bits_of_the_rule or they_have_apart or known_ones or neighbours_and_slots or any_of_its_drafts"
     " or chunks_and_threads or company_and_in_chunks or beside_quantized"
     " or of_the_dequantized or those_of_torch or of_the_written_rule or of_the_format or where_products_read"
-    " or is_found or nan_is_refused or packed_matrices_are or any_type_and"
+    " or is_found or nan_is_refused or packed_matrices_are or any_type_and or xxh3 or of_a_block_wherever"
 )
 BF16_ALONE = (
     " and not equal_logits and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
@@ -70,6 +70,8 @@ def test_no_sanitizer_complains(name, tmp_path):
             "adapters",
             "adapted_outputs",
             "families",
+            "block_bytes",
+            "row_digests",
             "sampler",
             "sampler_searches",
         )
