@@ -68,6 +68,9 @@ struct RowUnit {
   float scale, scaled_sum;
   int32_t parted_sum;                   // of q, and of `far` in its upper word
   int32_t sum_8, first_sum_8, sum_128;  // the middle of codes of 4 and of 8 bits times the sum; of the first half
+#ifndef NATIVE_VNNI
+  int16_t words[UNIT];  // whole numbers, those of the far line whole; of each line inputs 0, 2, 1 and 3
+#endif
 };
 
 NATIVE_INLINE __m256i magnitudes(__m256 v) {
@@ -119,6 +122,14 @@ inline int32_t part_far_line(const __m256i (&words)[2], RowUnit& out) {
   return out.far[0] + out.far[1] + out.far[2] + out.far[3];
 }
 
+#ifndef NATIVE_VNNI
+// Of numbers 0 to 15 or 16 to 31 of a unit, in lines 0, 2, 1, 3.
+NATIVE_INLINE void store_words(__m256i words, int16_t* out) {
+  const __m256i in_lines = _mm256_permute4x64_epi64(words, 0xd8);
+  _mm256_storeu_si256((__m256i*)out, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(in_lines, 0xd8), 0xd8));
+}
+#endif
+
 const uint32_t INFINITE = 0x7f800000, TINY = 0x0d800000;  // 2^-100
 
 // Of inputs 0 to 15 and 16 to 31, whatever they are.
@@ -144,6 +155,9 @@ inline void quantize_any_unit(Lanes a, Lanes b, RowUnit& out) {
   const __m256i q =
       _mm256_permutevar8x32_epi32(_mm256_packs_epi16(words[0], words[1]), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   _mm256_storeu_si256((__m256i*)out.q, q);
+#ifndef NATIVE_VNNI
+  store_words(words[0], out.words), store_words(words[1], out.words + UNIT / 2);
+#endif
   if (!out.has_far) memset(out.far, 0, sizeof out.far);
   const int32_t far_sum = out.has_far ? part_far_line(words, out) : 0;
   const int32_t first = sum_of_words(words[0]), sum = first + sum_of_words(words[1]);
@@ -154,6 +168,12 @@ inline void quantize_any_unit(Lanes a, Lanes b, RowUnit& out) {
 }
 
 #ifdef __AVX512F__
+#ifndef NATIVE_VNNI
+NATIVE_INLINE void store_words_of_bytes(__m128i bytes, int16_t* out) {
+  const __m256i words = _mm256_cvtepi8_epi16(bytes);
+  _mm256_storeu_si256((__m256i*)out, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(words, 0xd8), 0xd8));
+}
+#endif
 // Of a unit without a far line whose numbers are neither odd nor all tiny; false: it is another one.
 NATIVE_INLINE bool quantize_plain_unit(Lanes a, Lanes b, RowUnit& out) {
   const __m512i sign = _mm512_set1_epi32(0x7fffffff);
@@ -185,6 +205,9 @@ NATIVE_INLINE bool quantize_plain_unit(Lanes a, Lanes b, RowUnit& out) {
   out.scaled_sum = out.scale * (float)sum;
   out.parted_sum = sum & 0xffff;
   out.sum_8 = sum * 8, out.first_sum_8 = first * 8, out.sum_128 = sum * 128;
+#ifndef NATIVE_VNNI
+  store_words_of_bytes(p, out.words), store_words_of_bytes(q, out.words + UNIT / 2);
+#endif
   return true;
 }
 NATIVE_INLINE void quantize_unit(Lanes a, Lanes b, RowUnit& out) {
