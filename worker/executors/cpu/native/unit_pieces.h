@@ -61,8 +61,19 @@ NATIVE_INLINE void unpack_words(Whole (*to)[UNIT_COLUMNS], const CodeLine<BITS>&
   }
 }
 
+// What is unpacked when the rows have taken this piece: a unit's other outputs, or the panel behind.
+template <int BITS> NATIVE_INLINE void fetch_next(const PiecePlace& at, int unit) {
+  const int half_bytes = BITS * CODE_LINE, from = at.output / 16 * half_bytes;
+  const bool is_last = at.output + UNIT_COLUMNS * WIDTH == UNIT_OUTPUTS;
+  const uint8_t* now = at.first + (long)unit * at.step;
+  const uint8_t* next = now + (is_last ? (long)at.panel.count * at.step : from + half_bytes);
+  for (int i = 0; i < half_bytes; i += CODE_LINE) _mm_prefetch((const char*)next + i, _MM_HINT_T1);
+  for (int i = 2 * half_bytes; i < at.step && is_last; i += CODE_LINE) _mm_prefetch((const char*)next + i, _MM_HINT_T1);
+}
+
 template <int BITS, int OFFSET> void unpack(const PiecePlace& at, Piece<BITS>& piece) {
-  for (int u = 0; u < at.count; u++)
+  for (int u = 0; u < at.count; u++) {
+    if (at.panel.ahead) fetch_next<BITS>(at, u);
     for (int c = 0; c < UNIT_COLUMNS; c++) {
       const UnitCodes<BITS> codes = at.codes<BITS>(u, c);
       const UnitFactors<OFFSET> w = at.factors<OFFSET>(u, c);
@@ -73,6 +84,7 @@ template <int BITS, int OFFSET> void unpack(const PiecePlace& at, Piece<BITS>& p
         else piece.codes[u][i][c] = line.low, piece.codes[u][4 + i][c] = line.high;
       }
     }
+  }
 }
 
 // Whole sums of a unit for R rows, without what far lines add to bytes.

@@ -5,7 +5,7 @@
 // codes of 6 bits two (4 * 63 * 127), and then in 32. Codes of 8 bits are multiplied as words, by VPMADDWD: a row's words are
 // whole, so that they need no far lines.
 #pragma once
-#include "units.h"
+#include "row_units.h"
 
 namespace {
 
