@@ -176,6 +176,19 @@ def test_rows_of_the_plain_types_are_quantized_as_they_are(dtype):
     assert same_bits(UnitProduct(None, stored, dtype=dtype)(x), expected(x, stored))
 
 
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_long_rows_have_the_bits_of_the_rule(form):
+    """Of more units than are unpacked at a time, with far lines in all of them."""
+    stored = stored_units(form, 70, 75)
+    x = inputs(11, stored.shape[1]).view(11, 75, UNIT)
+    for row in range(11):
+        x[row, row::3, (5 * row) % UNIT] *= 90.0
+    x = x.view(11, -1)
+    want = expected(x, stored)
+    for name in runnable_classes():
+        assert same_bits(UnitProduct(name, stored)(x), want), name
+
+
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_far_lines_have_the_bits_of_the_rule(name, form):

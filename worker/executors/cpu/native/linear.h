@@ -148,13 +148,13 @@ void fma_rows(const F* rows, long stride, int count, const W* w, int k_tiles, in
   int r = 0;
   for (; r + 2 <= count; r += 2)
     for (int c = 0; c < GROUP; c += 2 * WIDTH)
-      add_both<2, 2, PREFETCH_BYTES>(rows + r * stride, stride, columns_of<columns_in<2>()>(w, k_tiles, c / 16, first),
-                                     end - first, sums + r * GROUP + c, GROUP, false, {});
+      add_both<2, 2, FAR_BYTES>(rows + r * stride, stride, columns_of<columns_in<2>()>(w, k_tiles, c / 16, first),
+                                end - first, sums + r * GROUP + c, GROUP, false, {});
   for (; r < count; r++)
     for (int c = 0; c < GROUP; c += FEW_COLUMNS * WIDTH)
-      add_both<1, FEW_COLUMNS, PREFETCH_BYTES>(rows + r * stride, stride,
-                                               columns_of<columns_in<FEW_COLUMNS>()>(w, k_tiles, c / 16, first),
-                                               end - first, sums + r * GROUP + c, GROUP, false, {});
+      add_both<1, FEW_COLUMNS, FAR_BYTES>(rows + r * stride, stride,
+                                          columns_of<columns_in<FEW_COLUMNS>()>(w, k_tiles, c / 16, first), end - first,
+                                          sums + r * GROUP + c, GROUP, false, {});
 }
 
 // The weights of an output of a linear that is kept in units: [row length].

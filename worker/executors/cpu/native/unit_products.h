@@ -1,55 +1,14 @@
 // Products of rows in units with weights in units: for any number of rows, by the rule of `units.h`.
 //
-// Codes go from memory or a cache to registers for each block of rows anew, which is as fast as reading them once into bytes.
+// Codes go from memory or a cache to registers for each block of rows anew; without VNNI those of more than a few rows are
+// unpacked once (`unit_pieces.h`).
 #pragma once
-#include "unit_sums.h"
+#include "unit_pieces.h"
 
 namespace {
 
-enum {
-  UNIT_REGISTERS = UNIT_OUTPUTS / WIDTH,
-  UNIT_COLUMNS = 2,
-  UNIT_ROWS = 4
-};  // of a block of many rows: registers, rows
 enum { MANY_FAR = 4 };  // of 64 units
 const int UNITS_AHEAD_BYTES = 3072;
-
-NATIVE_INLINE Wide wide_scales(const uint8_t* p, int type, int output) {
-  if (type == NATIVE_HALF_SCALES) return wide_halves(p + 2 * output);
-  return type == NATIVE_BFLOAT_SCALES ? wide_bfloats(p + 2 * output) : wide_load((const float*)p + output);
-}
-
-// Zero points, and FAR times these in the upper words: for sums in two parts.
-NATIVE_INLINE Whole times_parted(Whole zero) { return whole_or(zero, whole_left<16 + FAR_BITS>(zero)); }
-
-// What an output's unit has beside its codes, for a register of outputs.
-template <int OFFSET> struct UnitFactors {
-  Wide scale, minimum;
-  Whole zero, second;  // zero points; bytes of the halves
-  NATIVE_INLINE_MEMBER UnitFactors(const uint8_t* scales, const uint8_t* common, const UnitForm& form, int output)
-      : scale(), minimum(), zero(), second() {
-    const uint8_t* offsets = scales + form.scale_bytes();
-    if (OFFSET == NATIVE_BYTE_MINIMA) {
-      scale = wide_times(wide_halves(common + 2 * output), wide_of(widened_bytes(scales + output)));
-      minimum = wide_times(wide_halves(common + 2 * (UNIT_OUTPUTS + output)), wide_of(widened_bytes(offsets + output)));
-      minimum = wide_minus(minimum);
-      return;
-    }
-    if (OFFSET == NATIVE_BYTE_HALVES) {
-      scale = wide_halves(common + 2 * output);
-      zero = widened_signs(scales + output), second = widened_signs(offsets + output);
-      return;
-    }
-    scale = wide_scales(scales, form.scales, output);
-    if (OFFSET == NATIVE_MINIMA) minimum = wide_scales(offsets, form.scales, output);
-    if (OFFSET == NATIVE_ZERO_POINTS) zero = times_parted(widened_bytes(offsets + output));
-  }
-};
-
-// The middle of codes of so many bits times a sum, of which eight times are given.
-template <int BITS> NATIVE_INLINE Whole middles(int32_t sum_8) {
-  return BITS == 4 ? whole_all(sum_8) : whole_left<BITS - 4>(whole_all(sum_8));
-}
 
 template <int BITS, int OFFSET, bool HAS_FAR>
 NATIVE_INLINE Wide joined(Wide total, const UnitSum<BITS>& sum, const UnitCodes<BITS>& codes,
@@ -64,12 +23,7 @@ NATIVE_INLINE Wide joined(Wide total, const UnitSum<BITS>& sum, const UnitCodes<
     const Whole second = whole_minus(whole_plus(sum.second(), far_of_second), middles<BITS>(x.sum_8 - x.first_sum_8));
     products = whole_plus(whole_times(first, w.zero), whole_times(second, w.second));
   } else products = HAS_FAR ? add_far<BITS>(sum.total(), far_codes, x.far) : sum.total();
-  if (OFFSET == NATIVE_MIDDLE)
-    products = whole_minus(products, BITS == 8 ? whole_all(x.sum_128) : middles<BITS>(x.sum_8));
-  if (OFFSET == NATIVE_ZERO_POINTS) products = whole_minus(products, pair_products(w.zero, whole_all(x.parted_sum)));
-  if (OFFSET == NATIVE_MINIMA || OFFSET == NATIVE_BYTE_MINIMA)
-    total = wide_fma(w.minimum, wide_all(&x.scaled_sum), total);
-  return wide_fma(wide_of(products), wide_times(w.scale, wide_all(&x.scale)), total);
+  return with_unit(total, without_zero<BITS>(products, w, x), w, x);
 }
 
 // Of all rows and registers of a block, which takes unit `u` of the panel; `scales` are what lies behind its codes.
@@ -128,7 +82,7 @@ __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, cons
           _mm_prefetch((const char*)codes[c].first + i * CODE_LINE + ahead, _MM_HINT_T0);
         const CodeLine<BITS> line = codes[c].line(i);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sums[r][c].add(i, line, rows[r * stride].q);
+        for (int r = 0; r < R; r++) sums[r][c].add(i, line, rows[r * stride]);
       }
     const uint8_t* scales = unit + 2 * half_bytes;
     if (ahead && BITS > 4 && BITS < 8)
@@ -141,8 +95,8 @@ __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, cons
         _mm_prefetch((const char*)scales + ahead + at, _MM_HINT_T0);
     bool far = false;
 #pragma GCC unroll 8
-    for (int r = 0; r < R && !ALL_FAR; r++) far |= rows[r * stride].has_far;
-    if (far) join_all<BITS, OFFSET, true>(total, sums, codes, panel, u, scales, output, rows, stride);
+    for (int r = 0; r < R && lacks_far<BITS> && !ALL_FAR; r++) far |= rows[r * stride].has_far;
+    if (far) join_all<BITS, OFFSET, lacks_far<BITS>>(total, sums, codes, panel, u, scales, output, rows, stride);
     else join_all<BITS, OFFSET, false>(total, sums, codes, panel, u, scales, output, rows, stride);
   }
 #pragma GCC unroll 8
@@ -164,6 +118,9 @@ int unit_blocks(int row, int count, const RowUnit* rows, long stride, UnitPanel&
 template <int BITS, int OFFSET>
 void unit_rows(const RowUnit* rows, long stride, int count, UnitPanel panel, float* out, long out_stride) {
   if (count == 1) return unit_block<BITS, OFFSET, 1, UNIT_REGISTERS>(rows, stride, panel, 0, out, out_stride);
+#ifndef NATIVE_VNNI
+  if (count >= PIECE_ROWS) return piece_rows<BITS, OFFSET>(rows, stride, count, panel, out, out_stride);
+#endif
   const int ahead = panel.ahead;
   const bool all_far = begins_far<BITS> && count >= UNIT_ROWS && have_many_far(rows, stride, count, panel.count);
   for (int output = 0; output < UNIT_OUTPUTS; output += UNIT_COLUMNS * WIDTH) {

@@ -1,10 +1,11 @@
 // Sums of a unit's products for a register of outputs, in whole numbers. What becomes of them does not live here.
 //
 // VPDPBUSD adds four products to a sum of 32 bits. Without it VPMADDUBSW adds two products in 16 bits, which eight of them
-// with codes of 4 bits cannot overflow (16 * 15 * 127 < 2^15): codes of 8 bits are taken as two halves, and their sums joined;
-// of codes of 5 bits four are added in 16 bits (8 * 31 * 127), of codes of 6 bits two (4 * 63 * 127), and then in 32.
+// with codes of 4 bits cannot overflow (16 * 15 * 127 < 2^15); of codes of 5 bits four are added in 16 bits (8 * 31 * 127), of
+// codes of 6 bits two (4 * 63 * 127), and then in 32. Codes of 8 bits are multiplied as words, by VPMADDWD: a row's words are
+// whole, so that they need no far lines.
 #pragma once
-#include "units.h"
+#include "row_units.h"
 
 namespace {
 
@@ -20,6 +21,8 @@ NATIVE_INLINE Whole whole_plus(Whole a, Whole b) { return _mm512_add_epi32(a, b)
 NATIVE_INLINE Whole pair_products(Whole a, Whole b) { return _mm512_madd_epi16(a, b); }
 NATIVE_INLINE Whole words_all(int x) { return _mm512_set1_epi16((short)x); }
 NATIVE_INLINE Whole code_products(Whole u, Whole q) { return _mm512_maddubs_epi16(u, q); }
+NATIVE_INLINE Whole words_minus(Whole a, Whole b) { return _mm512_sub_epi16(a, b); }
+NATIVE_INLINE Whole words_times(Whole a, Whole b) { return _mm512_mullo_epi16(a, b); }
 NATIVE_INLINE Whole widened_bytes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 NATIVE_INLINE Whole widened_signs(const uint8_t* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 NATIVE_INLINE Whole whole_times(Whole a, Whole b) { return _mm512_mullo_epi32(a, b); }
@@ -50,6 +53,8 @@ NATIVE_INLINE Whole whole_plus(Whole a, Whole b) { return _mm256_add_epi32(a, b)
 NATIVE_INLINE Whole pair_products(Whole a, Whole b) { return _mm256_madd_epi16(a, b); }
 NATIVE_INLINE Whole words_all(int x) { return _mm256_set1_epi16((short)x); }
 NATIVE_INLINE Whole code_products(Whole u, Whole q) { return _mm256_maddubs_epi16(u, q); }
+NATIVE_INLINE Whole words_minus(Whole a, Whole b) { return _mm256_sub_epi16(a, b); }
+NATIVE_INLINE Whole words_times(Whole a, Whole b) { return _mm256_mullo_epi16(a, b); }
 NATIVE_INLINE Whole widened_bytes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 NATIVE_INLINE Whole widened_signs(const uint8_t* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 NATIVE_INLINE Whole whole_times(Whole a, Whole b) { return _mm256_mullo_epi32(a, b); }
@@ -78,8 +83,14 @@ NATIVE_INLINE Whole four_bytes(const void* p) {
   return whole_all(bytes);
 }
 
+// The even and the odd bytes of a line as words: inputs 0 and 2, 1 and 3.
+NATIVE_INLINE Whole even_bytes(Whole line) { return whole_and(line, words_all(255)); }
+NATIVE_INLINE Whole odd_bytes(Whole line) { return words_right<8>(line); }
+// The lower word of each number, in both.
+NATIVE_INLINE Whole both_words(Whole a) { return whole_or(whole_and(a, whole_all(0xffff)), whole_left<16>(a)); }
+
 // A line of codes of a register of outputs: those of inputs 4i onwards and of inputs 16 + 4i onwards; of 8 bits, of the former
-// alone, with VPMADDUBSW their lower and their upper halves.
+// alone, without VNNI its even and its odd ones as words.
 template <int BITS> struct CodeLine {
   Whole low, high;
 };
@@ -93,8 +104,9 @@ template <int BITS> struct UnitCodes {
   NATIVE_INLINE_MEMBER explicit UnitCodes(const uint8_t* p) : first(p) {}
   NATIVE_INLINE_MEMBER CodeLine<BITS> line(int i) const {
     const Whole both = whole_load(first + i * CODE_BYTES);
+    if (BITS == 8)
+      return IN_WHOLE_BYTES ? CodeLine<BITS>{both, both} : CodeLine<BITS>{even_bytes(both), odd_bytes(both)};
     CodeLine<BITS> out = {bytes_below_16(both), upper_codes(both)};
-    if (BITS == 8 && IN_WHOLE_BYTES) out.low = out.high = both;
     if (BITS == 5) {
       Whole more = whole_load(first + 4 * CODE_BYTES);
       if (i >= 2) more = words_left<4>(more);
@@ -147,66 +159,75 @@ template <int BITS> NATIVE_INLINE Whole add_far(Whole sum, Whole codes, const in
 template <int BITS> struct UnitSum {
   Whole sum = whole_zero();
   NATIVE_INLINE_MEMBER void begin_far(Whole codes, const int8_t* q) { sum = add_far<BITS>(whole_zero(), codes, q); }
-  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<BITS>& line, const int8_t* q) {
-    sum = add_four(sum, line.low, four_bytes(q + 4 * i));
-    if (BITS != 8) sum = add_four(sum, line.high, four_bytes(q + 16 + 4 * i));
+  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<BITS>& line, const RowUnit& x) {
+    sum = add_four(sum, line.low, four_bytes(x.q + 4 * i));
+    if (BITS != 8) sum = add_four(sum, line.high, four_bytes(x.q + 16 + 4 * i));
   }
   NATIVE_INLINE_MEMBER Whole total() const { return sum; }
 };
 template <> struct UnitSum<6> {  // of halves
   Whole low = whole_zero(), high = whole_zero();
-  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<6>& line, const int8_t* q) {
-    low = add_four(low, line.low, four_bytes(q + 4 * i)), high = add_four(high, line.high, four_bytes(q + 16 + 4 * i));
+  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<6>& line, const RowUnit& x) {
+    low = add_four(low, line.low, four_bytes(x.q + 4 * i));
+    high = add_four(high, line.high, four_bytes(x.q + 16 + 4 * i));
   }
   NATIVE_INLINE_MEMBER Whole first() const { return low; }
   NATIVE_INLINE_MEMBER Whole second() const { return high; }
 };
 template <int BITS> constexpr bool begins_far = BITS != 6;
+template <int BITS> constexpr bool lacks_far = true;  // whether sums need what far lines add
 #else
 template <int BITS> constexpr bool begins_far = false;
+template <int BITS> constexpr bool lacks_far = BITS != 8;
 // In assembly, or GCC adds in the order of a tree, for which it keeps more products than there are registers.
 NATIVE_INLINE void add_words(Whole& sum, Whole words) {
   asm("vpaddw %1, %0, %0" : "+" NATIVE_ANY_REGISTER(sum) : NATIVE_ANY_REGISTER(words));
+}
+NATIVE_INLINE void add_whole(Whole& sum, Whole numbers) {
+  asm("vpaddd %1, %0, %0" : "+" NATIVE_ANY_REGISTER(sum) : NATIVE_ANY_REGISTER(numbers));
 }
 NATIVE_INLINE void add_or_begin(bool begun, Whole& sum, Whole u, Whole q) {
   if (begun) add_words(sum, code_products(u, q));
   else sum = code_products(u, q);
 }
 NATIVE_INLINE Whole sum_of_pairs(Whole words) { return pair_products(words, words_all(1)); }
+NATIVE_INLINE void add_or_begin_words(bool begun, Whole& sum, Whole u, Whole q) {
+  if (begun) add_whole(sum, pair_products(u, q));
+  else sum = pair_products(u, q);
+}
 template <int BITS> NATIVE_INLINE Whole add_far(Whole sum, Whole codes, const int8_t* q) {
-  const Whole numbers = four_bytes(q);
-  if (BITS != 8) return whole_plus(sum, pair_products(code_products(codes, numbers), words_all(FAR)));
-  const Whole upper = pair_products(code_products(upper_codes(codes), numbers), words_all(16 * FAR));
-  return whole_plus(sum,
-                    whole_plus(upper, pair_products(code_products(bytes_below_16(codes), numbers), words_all(FAR))));
+  return whole_plus(sum, pair_products(code_products(codes, four_bytes(q)), words_all(FAR)));
 }
 template <int BITS> struct UnitSum {
-  Whole low, high;  // of 8 bits, the sums of the codes' halves
-  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<BITS>& line, const int8_t* q) {
-    const Whole first = four_bytes(q + 4 * i);
-    add_or_begin(i, low, line.low, first);
-    if (BITS == 4) add_or_begin(true, low, line.high, four_bytes(q + 16 + 4 * i));
-    else add_or_begin(i, high, line.high, first);
+  Whole words;
+  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<BITS>& line, const RowUnit& x) {
+    add_or_begin(i, words, line.low, four_bytes(x.q + 4 * i));
+    add_or_begin(true, words, line.high, four_bytes(x.q + 16 + 4 * i));
   }
-  NATIVE_INLINE_MEMBER Whole total() const {
-    const Whole sum = sum_of_pairs(low);
-    return BITS == 4 ? sum : whole_plus(sum, pair_products(high, words_all(16)));
+  NATIVE_INLINE_MEMBER Whole total() const { return sum_of_pairs(words); }
+};
+template <> struct UnitSum<8> {
+  Whole sum;
+  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<8>& line, const RowUnit& x) {
+    add_or_begin_words(i, sum, line.low, four_bytes(x.words + 4 * i));
+    add_or_begin_words(true, sum, line.high, four_bytes(x.words + 4 * i + 2));
   }
+  NATIVE_INLINE_MEMBER Whole total() const { return sum; }
 };
 template <> struct UnitSum<5> {
   Whole words, sum = whole_zero();
-  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<5>& line, const int8_t* q) {
-    add_or_begin(i % 2, words, line.low, four_bytes(q + 4 * i));
-    add_or_begin(true, words, line.high, four_bytes(q + 16 + 4 * i));
+  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<5>& line, const RowUnit& x) {
+    add_or_begin(i % 2, words, line.low, four_bytes(x.q + 4 * i));
+    add_or_begin(true, words, line.high, four_bytes(x.q + 16 + 4 * i));
     if (i % 2) sum = whole_plus(sum, sum_of_pairs(words));
   }
   NATIVE_INLINE_MEMBER Whole total() const { return sum; }
 };
 template <> struct UnitSum<6> {
   Whole low_words, high_words, low = whole_zero(), high = whole_zero();
-  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<6>& line, const int8_t* q) {
-    add_or_begin(i % 2, low_words, line.low, four_bytes(q + 4 * i));
-    add_or_begin(i % 2, high_words, line.high, four_bytes(q + 16 + 4 * i));
+  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<6>& line, const RowUnit& x) {
+    add_or_begin(i % 2, low_words, line.low, four_bytes(x.q + 4 * i));
+    add_or_begin(i % 2, high_words, line.high, four_bytes(x.q + 16 + 4 * i));
     if (i % 2) low = whole_plus(low, sum_of_pairs(low_words)), high = whole_plus(high, sum_of_pairs(high_words));
   }
   NATIVE_INLINE_MEMBER Whole first() const { return low; }
