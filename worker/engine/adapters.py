@@ -26,6 +26,7 @@ from holdfast.worker.models.adapter_places import AdapterPlaces
 logger = logging.getLogger(__name__)
 
 _MOST_PLANS: Final = 8
+"""Forms of adapters whose plans an executor keeps."""
 _HEADER: Final = 2  # numbers before the adapter's text: kind, ticket
 
 
@@ -137,7 +138,7 @@ class RankAdapters:
         return packed
 
     def _plan(self, folder: AdapterFolder, executor: CpuExecutor) -> AdapterPlan:
-        """How adapters of its form are packed: the last ones are kept."""
+        """Plan of adapters of its form; the last ones are kept."""
         plans = self._plans.setdefault(executor, {})
         plan = plans.get(folder.key)
         if plan is None:

@@ -186,10 +186,10 @@ class BlockServer:
     # --- its threads ---
 
     def _accept(self) -> None:
-        self._listener.settimeout(transfer_key.HANDSHAKE_S)
         while not self._closed:
             self._forget_missed()
             try:
+                self._listener.settimeout(transfer_key.HANDSHAKE_S)
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 continue
@@ -275,11 +275,11 @@ class BlockServer:
                 self._note_sent(size_of(sent))
             finally:
                 self._note_free(size_of(batch))
-        elif frames.take_words():
+        elif not frames.take_words():
+            return False
+        elif not outgoing.wants_room or self.staged_bytes >= STAGED_BYTES:  # else the room is told of first
             outgoing.await_news(connection, frames.left_s(transfer_key.STALL_S))
             return self._closed or frames.take_words()
-        else:
-            return False
         return True
 
     def _note_sent(self, num_bytes: int) -> None:

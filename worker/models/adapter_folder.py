@@ -38,7 +38,7 @@ class AdapterFolder:
     key: FormKey
     """Equal keys: equal forms."""
     content: memoryview
-    """Of the file with the matrices."""
+    """Bytes of the file with the matrices."""
     digest_in_work: "Future[str]"
     odd_in_work: "Future[str | None]"
     """Name of a tensor with a NaN or an infinity."""
@@ -127,7 +127,7 @@ class AdapterReader:
 
 
 def read_adapter(name: str, path: str) -> AdapterFolder:
-    """As `AdapterReader.read`, of one folder."""
+    """Reads one folder as `AdapterReader.read` does."""
     return AdapterReader().read(name, path)
 
 
@@ -162,7 +162,7 @@ def _read_weights(
 
 
 def _not_finite(form: AdapterForm, content: memoryview) -> str | None:
-    """As `not_finite` of all matrices; those of one type are looked at together."""
+    """Result of `not_finite` for all matrices; those of one type are looked at together."""
     if len(dtypes := {matrix.dtype for matrix in form.matrices.values()}) == 1:
         first = min(matrix.first for matrix in form.matrices.values())
         if first == len(content) or not_finite({"": torch.frombuffer(content[first:], dtype=dtypes.pop())}) is None:

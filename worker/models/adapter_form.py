@@ -53,9 +53,9 @@ class AdapterForm:
     """Base model named by the adapter; empty: none."""
     targets: str | tuple[str, ...]
     matrices: Mapping[str, StoredMatrix]
-    """By the names of their tensors."""
+    """Stored matrices by the names of their tensors."""
     modules: Mapping[str, LowRank]
-    """By the names of Hugging Face's modules."""
+    """Pairs of matrices by the names of Hugging Face's modules."""
     prefix: str = ""
     """Beginning of those names that the folder leaves out."""
 

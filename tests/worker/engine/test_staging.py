@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import select
 import socket
 import struct
 import sys
@@ -448,11 +449,38 @@ def test_room_is_told_of_once_frames_are_read_and_not_before():
     server.close()
 
 
+def test_room_that_comes_just_before_a_connection_waits_is_told_of(monkeypatch):
+    """The receiver has read a frame after the connection woke up, and before it waits again."""
+    told, is_read = threading.Event(), threading.Event()
+    wait, take, has_waited = _Outgoing.await_news, FrameSender.take_words, threading.Event()
+    monkeypatch.setattr(_Outgoing, "await_news", lambda *args: wait(*args) or has_waited.set())
+
+    def takes(self: FrameSender) -> bool:
+        comes_before_wait = threading.current_thread() is not threading.main_thread() and not has_waited.is_set()
+        if comes_before_wait and server.staged_bytes >= STAGED_BYTES and not is_read.is_set():
+            told.clear()
+            connection.sendall(b"\x01")
+            select.select([self._connection], [], [])
+            is_read.set()
+        has_waited.clear()
+        return take(self)
+
+    monkeypatch.setattr(FrameSender, "take_words", takes)
+    server, key = BlockServer("127.0.0.1", told.set, SharedMemory()), TransferKey.fresh(is_encrypted=False)
+    server.offer(key)
+    with listener(server, key) as connection:
+        filled(server, key)
+        assert is_read.wait(LIMIT_S)
+        assert told.wait(LIMIT_S)
+    assert are_given_back(server)
+    server.close()
+
+
 @pytest.mark.parametrize(("says", "error"), [(b"", "has read nothing"), (b"\x01" * 60, "more frames than it was told")])
 def test_a_receiver_that_reads_nothing_or_too_much_is_left(says, error, monkeypatch, caplog):
     if not says:
         monkeypatch.setattr(transfer_key, "STALL_S", 0.1)
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="holdfast.worker.engine")
     server, key = BlockServer("127.0.0.1", None, SharedMemory()), TransferKey.fresh(is_encrypted=False)
     server.offer(key)
     with listener(server, key) as connection:
@@ -465,7 +493,7 @@ def test_a_receiver_that_reads_nothing_or_too_much_is_left(says, error, monkeypa
 
 
 def test_a_receiver_that_has_all_and_leaves_is_no_error(caplog):
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", logger="holdfast.worker.engine")
     server, key = BlockServer("127.0.0.1", None, SharedMemory()), TransferKey.fresh(is_encrypted=False)
     server.offer(key)
     with listener(server, key) as connection:

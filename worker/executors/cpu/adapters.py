@@ -113,7 +113,7 @@ _LOW_RANK, _SITE, _ADAPTED = (np.dtype(one) for one in (NativeLowRank, NativeAda
 
 
 class AdapterPlan:
-    """How all adapters of one form are packed: everything but the matrices' numbers."""
+    """Plan of packing all adapters of one form: everything but the matrices' numbers."""
 
     def __init__(self, sites: Mapping[str, Site], adapted: Mapping[str, AdaptedLinear], dtype: torch.dtype) -> None:
         """Numbers are rounded to `dtype`, the model's."""
@@ -123,13 +123,13 @@ class AdapterPlan:
         ends = np.cumsum([0, *(plan.length for plan in plans)]) * dtype.itemsize
         self.num_bytes = int(ends[-1])
         self.scales = np.concatenate([np.zeros(0, dtype=np.float32), *(plan.scales for plan in plans)])
-        """Of all ranks."""
+        """Scales of the parts of all ranks."""
         self.parts = np.array([part for one in adapted.values() for part in _parts(one)], dtype=_LOW_RANK)
         """Matrices of all linears; their addresses are places in a file's content."""
         self.adapted = np.zeros(len(plans), dtype=_ADAPTED)
         """Packed matrices of each linear; addresses are places in memory, and among the scales."""
         self.sites = np.zeros(len(plans), dtype=_SITE)
-        """What each linear is packed from; addresses of parts are places among them."""
+        """Parts that each linear is packed from; addresses of parts are places among them."""
         self._kept = plans  # their arrays
         numbers = {place: number for number, place in enumerate(sites)}
         first_part = first_rank = 0
@@ -156,11 +156,13 @@ class PackedAdapter:
         own["b"] += address_of(memory)
         own["scales"] += self.scales.ctypes.data
         self.linears = np.zeros(plan.num_sites, dtype=_ADAPTED)
-        """Of all linears that may have adapters."""
+        """Records of all linears that may have adapters."""
         self.linears[plan.sites["number"]] = own
         self.native = NativeAdapter(linears=self.linears.ctypes.data)
         self.differences = self._load(content, packs=True)
-        """What a step adds, beside the matrices: for each part of each linear. To be proved (`adapter_places.py`)."""
+        """Differences between what a step adds and the matrices, for each part of each linear: `adapter_places.py`
+        judges them.
+        """
 
     def compare(self, content: memoryview) -> dict[str, list[Difference]]:
         """The differences once more, as it is packed now."""
@@ -198,7 +200,7 @@ class _Plan:
         self._kept: tuple[Tensor, ...] = ()
 
     def native(self, parts: int, dtype: torch.dtype, number: int) -> tuple[int, ...]:
-        """As `NativeAdaptedSite`."""
+        """Fields of `NativeAdaptedSite`."""
         site, added, outputs = self.site, self.added, self.outputs
         filled = site.filled(added.probe, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
         self._kept = (filled,)
@@ -218,7 +220,7 @@ def _scales(added: AdaptedLinear) -> np.ndarray:
 
 
 def _parts(added: AdaptedLinear) -> list[tuple[int, int, int, float, int, int, int]]:
-    """As `NativeLowRank`."""
+    """Fields of `NativeLowRank`."""
     first = int(added.columns[0]) if added.is_run else 0
     return [
         (0, 0, 0, 0.0, 0, 0, 0)

@@ -364,7 +364,7 @@ class CpuExecutor:
         return self._dtype
 
     def plan_adapter(self, adapted: Mapping[str, AdaptedLinear]) -> AdapterPlan:
-        """How adapters of one form are packed, by the places of their linears. Safe to call from any thread."""
+        """Plan of packing adapters of one form, by the places of their linears. Safe to call from any thread."""
         return AdapterPlan(self.packed.sites, adapted, self._dtype)
 
     def pack_adapter(self, plan: AdapterPlan, content: memoryview) -> PackedAdapter:

@@ -72,7 +72,7 @@ class NativeLowRank(Structure):
 
 
 class NativeAdaptedSite(Structure):
-    """What a LoRA adapter is packed from for one linear, and fixed inputs by which it is proved."""
+    """Matrices that a LoRA adapter is packed from for one linear, and fixed inputs by which it is proved."""
 
     _fields_ = (
         ("parts", c_void_p),

@@ -21,7 +21,7 @@ class SpareMemory:
     def __init__(self) -> None:
         self._kept: list[mmap.mmap] = []
         self._is_taken = threading.Event()
-        """What was kept last is in use."""
+        """Event: the memory that was kept last is in use."""
         self.preparing: threading.Thread | None = None
         """The last thread that made memory ready."""
 
