@@ -157,6 +157,8 @@ class FrameSender:
     def _take(self, words: bytes) -> None:
         checked(len(words))
         if len(words) > len(self._unread):
+            with suppress(OSError):  # whichever thread has read the words, the connection's finds its end
+                self._connection.shutdown(socket.SHUT_RDWR)
             raise ValueError("a receiver has read more frames than it was told of")
         self._free(len(words))
 

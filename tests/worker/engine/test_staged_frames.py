@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from holdfast.worker.cache.sealing import Sealer
 from holdfast.worker.engine import transfer_key
 from holdfast.worker.engine.block_frames import Block, FrameSender
 from holdfast.worker.engine.block_receiver import BlockReceiver
 from holdfast.worker.engine.block_sockets import STAGED_BYTES, BlockServer, _Outgoing
-from holdfast.worker.engine.staging import SharedMemory, StagedFrame
+from holdfast.worker.engine.staging import SharedMemory, StagedFrame, Staging
 from holdfast.worker.engine.transfer_key import TransferKey
 from tests.worker.engine.test_staging import (
     BLOCKS,
@@ -176,6 +177,17 @@ def test_a_receiver_that_reads_nothing_or_too_much_is_left(says, error, monkeypa
     assert not server.staged_bytes
     assert error in caplog.text
     server.close()
+
+
+def test_words_too_many_end_the_connection_whichever_thread_reads_them():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(LIMIT_S)
+        frames = FrameSender(ours, Sealer(), Staging(), is_read=True)
+        theirs.sendall(b"\x01")
+        with pytest.raises(ValueError, match="more frames than it was told"):
+            frames.take_words()
+        assert ours.recv(1) == b""
 
 
 def test_a_receiver_that_has_all_and_leaves_is_no_error(caplog):
