@@ -7,9 +7,10 @@ tokenizer.json; an unknown one is refused, because a wrong one gives worse answe
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from holdfast.worker.models.formats.gguf_metadata import NotUnderstood
+from holdfast.worker.models.formats.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 """Types of tokens, as llama.cpp numbers them; 6 is a byte."""
@@ -22,36 +23,8 @@ _NAMED: Final = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown",
 _ENDS: Final = ("eos", "eot", "eom")
 _ENDS_OF_TURNS: Final = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>"})
 """Control tokens that end an answer where the file names none, by their texts."""
-
-_LLAMA3: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-_QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN: Final = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLITS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "smaug-bpe", "dbrx"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), _QWEN2),
-    "tekken": _TEKKEN,
-}
-"""Regular expressions whose matches are split off, by the names of pre-tokenizers."""
-
-_SINGLE_DIGITS: Final = frozenset(
-    {"smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "command-r", "mellum"}
-)
-_PLAIN: Final = frozenset({"gpt-2", "gpt2", "olmo", "mpt", "jais", "trillion"})
-_WHOLE_WORDS_FIRST: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon-h1", "lfm2", "tekken"})
-"""A word that is a token is one, whatever merges give."""
-
-_COMPOSED: Final = frozenset({"qwen2", "deepseek-r1-qwen"})
-"""Text is composed (NFC) before."""
-
-_BEGINS_WITH_BOS: Final = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon-h1", "lfm2", "tekken"})
-"""Pre-tokenizers that begin with BOS where the file does not say."""
+_ENDS_OF_HARMONY: Final = ("<|return|>", "<|call|>")
+"""Those of gpt-oss, whose answers have several messages, each with `<|end|>` behind it."""
 
 
 class GgufTokenizer:
@@ -114,8 +87,11 @@ class GgufTokenizer:
 
     def _end_ids(self) -> list[int]:
         ids = [self._id(key) for key in _ENDS]
-        if ids[1] is None:
-            ids += [i for i, text in enumerate(self._tokens) if text in _ENDS_OF_TURNS and self._types[i] == _CONTROL]
+        texts = {text: i for i, text in enumerate(self._tokens) if self._types[i] == _CONTROL}
+        if all(text in texts for text in _ENDS_OF_HARMONY):
+            ids = [ids[0], *(texts[text] for text in _ENDS_OF_HARMONY)]
+        elif ids[1] is None:
+            ids += [texts[text] for text in texts if text in _ENDS_OF_TURNS]
         return list(dict.fromkeys(i for i in ids if i is not None))
 
     def _vocabulary(self) -> dict[str, int]:
@@ -124,24 +100,22 @@ class GgufTokenizer:
         return {text: i for i, (text, kind) in kept if kind != _UNUSED or text != f"[PAD{i}]"}
 
     def _byte_level(self) -> Tokenizer:
+        rules = self._rules()
         merges = [tuple(merge.split(" ")) for merge in self._get("merges") or ()]
-        tokenizer = _bpe(self._vocabulary(), merges, ignore_merges=self._pre in _WHOLE_WORDS_FIRST)
-        if self._pre in _COMPOSED:
-            tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = self._pre_tokenizer()
+        if not merges:
+            raise NotUnderstood("has no merges of tokens (tokenizer.ggml.merges)")
+        tokenizer = _bpe(self._vocabulary(), merges, ignore_merges=rules.whole_words_first)
+        if normalizer := rules.normalizer():
+            tokenizer.normalizer = normalizer
+        tokenizer.pre_tokenizer = rules.splitter()
         tokenizer.decoder = decoders.ByteLevel()
         return tokenizer
 
-    def _pre_tokenizer(self) -> Any:
-        plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        if self._pre in _PLAIN:
-            return plain
-        if self._pre in _SINGLE_DIGITS:
-            return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-        if self._pre not in _SPLITS:
+    def _rules(self) -> PreTokenizer:
+        found = PRE_TOKENIZERS.get(self._pre)
+        if found is None:
             raise NotUnderstood(f"names a pre-tokenizer {self._pre!r}, which is not known")
-        split = pre_tokenizers.Split(Regex(_SPLITS[self._pre]), behavior="isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        return found
 
     def _with_spaces(self) -> Tokenizer:
         """Merges are by ranks of tokens, as SentencePiece has them, unless the file has them."""
@@ -186,7 +160,7 @@ class GgufTokenizer:
 
     def _add_ends(self) -> None:
         """The tokens that a text begins and ends with."""
-        by_default = self._get("model") in _WITH_SPACES or self._pre in _BEGINS_WITH_BOS
+        by_default = self._get("model") in _WITH_SPACES or self._rules().begins_with_bos
         begin = self._named("bos") if self._get("add_bos_token", by_default) else None
         end = self._named("eos") if self._get("add_eos_token", False) else None
         around = [text for text in (begin, end) if text is not None]

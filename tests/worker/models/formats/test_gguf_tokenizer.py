@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35
 
 from holdfast.router.text.tokenizer import Tokenizer as Loaded
 from holdfast.worker.models.formats.gguf_folder import hf_folder
+from holdfast.worker.models.formats.gguf_metadata import NotUnderstood
 from holdfast.worker.models.formats.gguf_tokenizer import GgufTokenizer
 from tests.worker.models.formats.gguf_files import alphabet, write_model
 
@@ -26,6 +28,9 @@ TEXTS = [
     "the<|im_start|>user\nhi<|im_end|>",
     "unseen: ЖЂ ∑ \U0001f4a5 <s>",
     "9" * 10,
+    "e\u0301te\u0301 c'est l'e\u0301te\u0301, and हिन्दी में",
+    "path/to/file.py\n\n//x = y['z'];\r\n 12345.678 don'T WE'LLgo HTTPServerError",
+    "漢字かな交じり文カタカナ123と456 mixed漢字text",
 ]
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 LLAMA3 = (
@@ -37,29 +42,67 @@ QWEN2 = (
 )
 
 
-def split_by(pattern: str) -> Any:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)"
+    r"|\s+"
+)
+KIMI = (
+    r"[\p{Han}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+
+def split_by(*patterns: str) -> Any:
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2])
 PRE_TOKENIZERS = {
     "gpt-2": GPT2,
-    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), GPT2]),
+    "olmo": GPT2,
+    "smollm": DIGITS,
+    "command-r": DIGITS,
     "llama-bpe": split_by(LLAMA3),
+    "glm4": split_by(LLAMA3),
     "qwen2": split_by(QWEN2),
+    "qwen35": split_by(QWEN35),
+    "gpt-4o": split_by(GPT_4O),
+    "tekken": split_by(TEKKEN),
+    "seed-coder": split_by(SEED),
+    "kimi-k2": split_by(KIMI),
+    "deepseek-v3": split_by(*DEEPSEEK_V3),
 }
+COMPOSED = ("qwen2", "qwen35", "command-r", "olmo")
+WHOLE_WORDS = ("llama-bpe", "tekken", "kimi-k2")
 
 
 def byte_level(pre: str) -> Tokenizer:
     """As a model's own tokenizer.json has it."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre in WHOLE_WORDS))
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
-    if pre == "qwen2":
+    if pre in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet(), special_tokens=SPECIAL)
@@ -184,3 +227,29 @@ def test_a_file_s_tokenizer_and_chat_template_are_loaded(tmp_path):
     assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     assert tokenizer.chat_template.startswith("{% for message in messages %}")
     assert tokenizer.decode(tokenizer.encode("tt")) == "tt"
+
+
+def test_gpt_oss_s_messages_end_no_answer():
+    """Each message of an answer ends with `<|end|>`; the answer ends with `<|return|>` or a call."""
+    theirs = byte_level("gpt-4o")
+    metadata = metadata_of(theirs, model="gpt2", pre="gpt-4o", merges=merges_of(theirs))
+    tokens, added = metadata["tokenizer.ggml.tokens"], ["<|end|>", "<|return|>", "<|call|>"]
+    metadata["tokenizer.ggml.tokens"] = [*tokens, *added]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 3, 3, 3]
+    metadata["tokenizer.ggml.eos_token_id"] = len(tokens) + 1
+    found = GgufTokenizer(metadata, "gpt-oss").files()["generation_config.json"]["eos_token_id"]
+    assert found == [len(tokens) + 1, len(tokens) + 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"merges": []}, "has no merges of tokens"),
+        ({"pre": "of-tomorrow"}, "names a pre-tokenizer 'of-tomorrow', which is not known"),
+    ],
+)
+def test_a_byte_level_tokenizer_that_lacks_something_is_refused(change, message):
+    theirs = byte_level("gpt-2")
+    metadata = metadata_of(theirs, **{"model": "gpt2", "pre": "gpt-2", "merges": merges_of(theirs), **change})
+    with pytest.raises(NotUnderstood, match=message):
+        GgufTokenizer(metadata, "llama")
