@@ -21,7 +21,7 @@ from holdfast.cluster.config.flags import flag_table
 from holdfast.router.dispatch.policy import HashRing, RoutingSnapshot
 from holdfast.router.dispatch.prefix_index import NO_MATCH, PrefixMatch
 from holdfast.worker.models import families
-from holdfast.worker.models.formats import gguf_architectures, gguf_hybrids
+from holdfast.worker.models.formats import gguf_architectures
 from scripts import docs_site
 from scripts.house_figures import House
 
@@ -119,7 +119,7 @@ def test_the_readme_counts_model_types_and_architectures_as_the_code_has_them():
     types = re.findall(r"^\| `(\w+)` \|", TEXT["models.md"].split("| model type | one rank")[1], re.MULTILINE)
     assert set(families.FAMILIES) <= set(types)
     assert f"{len(types)} Hugging Face model types" in TEXT["README.md"]
-    num_architectures = len({**gguf_architectures.ARCHITECTURES, **gguf_hybrids.HYBRIDS})
+    num_architectures = len(gguf_architectures.ARCHITECTURES)
     assert f"GGUF files of {num_architectures} architectures" in TEXT["README.md"]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -51,12 +52,21 @@ class MlpBuilder:
             return self._experts(moe, own, f"{own}{moe.shared}.")
         return self._experts(moe, f"{prefix}{moe.module}.", own)
 
-    def _mlp(self, prefix: str, inner: int, names: tuple[str, ...] | None = None, *, may_stay: bool = True) -> Mlp:
-        """`names` of gate, up and down, if they are not the family's."""
+    def _mlp(
+        self,
+        prefix: str,
+        inner: int,
+        names: tuple[str, ...] | None = None,
+        *,
+        may_stay: bool = True,
+        is_clamped: bool = False,
+    ) -> Mlp:
+        """`names` of gate, up and down, if they are not the family's. `is_clamped`: it is an expert of gpt-oss."""
         family, share, hidden = self._family, self._share, self._config.hidden_size
         *gate_up, down = names or (*family.gate_up, family.down)
         is_expert = names is not None and not family.has_gate  # which have no biases
-        has_bias, slices = is_set(family.mlp_bias, self._config) and not is_expert, share.slices(inner)
+        has_bias = is_clamped or (is_set(family.mlp_bias, self._config) and not is_expert)
+        slices = share.slices(inner)
         outputs = [(inner, None)] * (1 + family.has_gate)
         gate_scale, inner_scale = family.mlp_scales(self._config)
         up = share.columns(
@@ -66,7 +76,7 @@ class MlpBuilder:
         if whole_down.bias is not None:
             whole_down = replace(whole_down, bias=whole_down.bias * inner_scale)
         return Mlp(
-            activation=self._activation,
+            activation=Activation.CLAMPED_SWIGLU if is_clamped else self._activation,
             has_gate=family.has_gate,
             gate_scale=gate_scale,
             inner_scale=inner_scale,
@@ -173,8 +183,8 @@ class MlpBuilder:
         transposed = moe.clamped or is_set(moe.transposed, self._config)
         up = self._stack(f"{prefix}gate_up_proj", (count, 2 * inner, hidden), transposed=transposed)
         if up is None:
-            stay = self._share.keeps_units
-            return tuple(self._mlp(f"{prefix}{number}.", inner, moe.parts, may_stay=stay) for number in range(count))
+            one = partial(self._mlp, may_stay=self._share.keeps_units, is_clamped=moe.clamped)
+            return tuple(one(f"{prefix}{number}.", inner, moe.parts) for number in range(count))
         down = self._stack(f"{prefix}down_proj", (count, hidden, inner), transposed=transposed)
         if down is None:
             raise NotStated(f"the tensor {prefix}down_proj is missing")

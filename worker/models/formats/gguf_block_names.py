@@ -16,6 +16,7 @@ BLOCKS: Final[Mapping[str, tuple[int, int]]] = {
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "MXFP4": (32, 17),
 }
 """Numbers of a block, and the bytes that it takes."""
 

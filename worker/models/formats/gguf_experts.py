@@ -1,14 +1,14 @@
 """Experts of GGUF files: all of a layer's experts are in one tensor [experts, out, in], which is split."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
 from holdfast.worker.models.formats.gguf_header import StoredTensor
 from holdfast.worker.models.formats.gguf_metadata import Metadata, NotUnderstood
 
-_SOFTMAX: Final = 1
-"""Value of `expert_gating_func`."""
+SOFTMAX, SIGMOID = 1, 2
+"""Values of `expert_gating_func`."""
 
 QWEN_ROUTER: Final = {"ffn_gate_inp": "mlp.gate"}
 QWEN_EXPERTS: Final = {
@@ -31,10 +31,31 @@ MIXTRAL: Final = {
 """Modules of a layer by GGUF's names in a block; `{}` is the number of an expert."""
 
 
+def shared_experts(module: str) -> dict[str, str]:
+    """Modules of the experts that every token goes through, which are one MLP."""
+    return {f"ffn_{part}_shexp": f"{module}.{part}_proj" for part in ("gate", "up", "down")}
+
+
+def check_scores(metadata: Metadata, scores: int = SOFTMAX, *, may_scale: bool = False) -> None:
+    """Raises `NotUnderstood` for experts that are chosen, or weighted, in another way."""
+    found = metadata.get("expert_gating_func", scores)
+    if found != scores:
+        raise NotUnderstood(f"has expert_gating_func {found}; only {scores} is supported")
+    if not may_scale and metadata.get("expert_weights_scale", 1.0) not in (0.0, 1.0):
+        raise NotUnderstood("scales the weights of experts, which is not supported")
+
+
+def inner_of_experts(metadata: Metadata) -> int:
+    """Inner features of an expert: of mixtures without other MLPs they may be written as those."""
+    key = "expert_feed_forward_length"
+    return metadata.count(key if metadata.get(key) else "feed_forward_length")
+
+
 def qwen_experts(metadata: Metadata, *, normalized: bool) -> dict[str, Any]:
     """Entries of the config. llama.cpp's code says whether weights are normalized; the metadata does not."""
+    check_scores(metadata)
     return {
-        "num_experts": _count(metadata),
+        "num_experts": metadata.count("expert_count"),
         "num_experts_per_tok": metadata.count("expert_used_count"),
         "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
         "norm_topk_prob": normalized,
@@ -43,41 +64,21 @@ def qwen_experts(metadata: Metadata, *, normalized: bool) -> dict[str, Any]:
     }
 
 
-def mixtral_experts(metadata: Metadata) -> dict[str, Any]:
-    """Entries of the config."""
+def local_experts(metadata: Metadata, scores: int = SOFTMAX) -> dict[str, Any]:
+    """Entries of the config of mixtures whose MLPs all have experts."""
+    check_scores(metadata, scores)
     return {
-        "num_local_experts": _count(metadata),
+        "num_local_experts": metadata.count("expert_count"),
         "num_experts_per_tok": metadata.count("expert_used_count"),
-        "sliding_window": None,
+        "intermediate_size": inner_of_experts(metadata),
     }
 
 
-def _count(metadata: Metadata) -> int:
-    """Raises `NotUnderstood` for experts that are chosen in another way."""
-    if metadata.get("expert_gating_func", _SOFTMAX) != _SOFTMAX:
-        raise NotUnderstood(f"has expert_gating_func {metadata.get('expert_gating_func')}; only 1 is supported")
-    if metadata.get("expert_weights_scale", 1.0) not in (0.0, 1.0):
-        raise NotUnderstood("scales the weights of experts, which is not supported")
-    return metadata.count("expert_count")
-
-
-def expert_shape(module: str, config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Shape of a tensor of a mixture; None for other modules."""
-    count = config.get("num_experts") or config.get("num_local_experts")
-    if count is None:
-        return None
-    hidden, name = config["hidden_size"], module.rpartition(".")[2]
-    if name == "gate":
-        return count, hidden
-    if name == "shared_expert_gate":
-        return 1, hidden
-    is_shared = ".shared_expert." in module
-    if not is_shared and ".experts." not in module:
-        return None
-    own = config.get("shared_expert_intermediate_size") if is_shared else config.get("moe_intermediate_size")
-    inner = own or config["intermediate_size"]
-    shape = (hidden, inner) if name in ("down_proj", "w2") else (inner, hidden)
-    return shape if is_shared else (count, *shape)
+def groups_of_experts(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "n_group": metadata.count("expert_group_count", 1),
+        "topk_group": metadata.count("expert_group_used_count", 1),
+    }
 
 
 def each_expert(module: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:

@@ -14,11 +14,6 @@ from holdfast.worker.models.formats.gguf_rotary import rotary_factors
 _NEVER_TURNED: Final = 1e20
 """Least factor of an angle that stays at zero; llama.cpp's converter writes 1e30."""
 
-TOP: Final = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
 OWN_INPUTS: Final = {
     "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
     "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",

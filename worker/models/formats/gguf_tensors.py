@@ -122,6 +122,16 @@ def _q6_k(blocks: Tensor) -> Tensor:
     return codes.mul_(_scales_of_q6_k(blocks)[..., None]).flatten(1)
 
 
+_E2M1: Final = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""Numbers of codes of four bits: a sign, two bits of exponent, one of mantissa; ggml knows no negative zero."""
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    """The first byte is the scale's exponent, more by 127."""
+    scales = torch.exp2(blocks[:, :1].float() - 127)
+    return _E2M1[_codes(blocks, 1).long()] * scales
+
+
 def coded_of(kind: str, blocks: Tensor) -> CodedRows:
     """Blocks of a type of `K_FORMS` [n, bytes] as codes [n, 256], and scales and minima of their groups [n, groups]."""
     if kind == "Q6_K":
@@ -191,6 +201,7 @@ _FORMULAS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }
 
 

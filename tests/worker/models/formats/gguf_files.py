@@ -17,30 +17,64 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from tests.parity.families import save_tiny_model
+from tests.worker.models.formats.gguf_metadata import ADDED_TO, PERMUTED, metadata_of
 
 ARCHITECTURES = {
+    "arcee": "arcee",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "ernie4_5": "ernie4_5",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "exaone4": "exaone4",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "glm4": "glm4",
+    "glm4_moe": "glm4moe",
+    "gpt_neox": "gptneox",
+    "gpt_oss": "gpt-oss",
     "granite": "granite",
+    "granitemoe": "granitemoe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
     "llama": "llama",
+    "minimax_m2": "minimax-m2",
+    "ministral3": "mistral3",
     "mistral": "llama",
     "mixtral": "llama",
+    "nemotron": "nemotron",
+    "olmo": "olmo",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "olmoe": "olmoe",
+    "phi": "phi2",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen2_moe": "qwen2moe",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "seed_oss": "seed_oss",
     "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
 """GGUF's names of families."""
 
-PERMUTED = ("llama", "granite", "smollm3")
-ADDED_TO = ("gemma", "gemma2", "gemma3")
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 K_KINDS = ("Q4_K", "Q5_K", "Q6_K")
 
+_WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 TURNS: dict[str, dict[str, Any]] = {
+    "cohere": {"use_qk_norm": True},
+    "cohere2": _WINDOWS,
+    "ernie4_5_moe": {"moe_intermediate_size": 32, "moe_num_shared_experts": 1},
+    "exaone4": _WINDOWS,
     "gemma": {"hidden_size": 64, "head_dim": 32},
     "gemma2": {"query_pre_attn_scalar": 16, "sliding_window": 4, "layer_types": None},
     "gemma3_text": {
@@ -48,14 +82,41 @@ TURNS: dict[str, dict[str, Any]] = {
         "sliding_window": 4,
         "layer_types": ["sliding_attention", "sliding_attention"],
     },
+    "glm4": {"attention_bias": True},
+    "glm4_moe": {"moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "gpt_neox": {"head_dim": ...},
+    "gpt_oss": {
+        "intermediate_size": 64,
+        "rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
     "granite": {"attention_multiplier": 0.3},
+    "granitemoe": {"intermediate_size": 32, "attention_multiplier": 0.3},
+    "hunyuan_v1_moe": {"intermediate_size": 64},
     "llama": {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}},
+    "minimax_m2": {"intermediate_size": 32},
+    "ministral3": {
+        "rope_parameters": {
+            **_YARN,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "llama_4_scaling_beta": 0.3,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None},
+    "nemotron": {"head_dim": 16},
+    "olmo": {"clip_qkv": None, "head_dim": ...},
+    "olmo3": _WINDOWS,
+    "olmoe": {"intermediate_size": 32, "head_dim": ...},
+    "phi": {"head_dim": ...},
     "qwen2_moe": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "norm_topk_prob": False},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 32, "norm_topk_prob": True},
     "smollm3": {"num_hidden_layers": 5},
+    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True, "head_dim": ...},
+    "starcoder2": {"sliding_window": 4, "head_dim": ...},
 }
 """What is changed of the tiny models, beside `SIZES`."""
 
@@ -107,16 +168,18 @@ def write_model(
     parts: int = 0,
     unpermuted: bool = False,
     factors: bool = False,
+    fused: bool = False,
     dtype: torch.dtype | None = None,
     fields: Mapping[str, Any] | None = None,
     change: Callable[[str, NDArray[Any]], NDArray[Any]] = lambda name, stored: stored,
     others: Mapping[str, str] | None = None,
     **changes: Any,
 ) -> Written:
-    """A tiny model with its matrices in a type of blocks, and in `dtype` in the folder beside it. `parts`: tensors of a
-    part of a split file. `unpermuted`: a converter's mistake. `factors`: of Llama 3's rotary frequencies. `change`
-    has the bytes of a tensor, by GGUF's name, before they are written. `others`: types of some matrices, by a part of
-    their names.
+    """A tiny model with its matrices in a type of blocks, and in `dtype` in the folder beside it.
+
+    `parts`: tensors of a part of a split file. `unpermuted`: a converter's mistake. `factors`: of Llama 3's rotary
+    frequencies. `fused`: queries, keys and values are one tensor. `change` has the bytes of a tensor, by GGUF's name,
+    before they are written. `others`: types of some matrices, by a part of their names.
     """
     source = save_tiny_model(family, where / "source", **{**SIZES, **TURNS.get(family, {}), **changes})
     config = json.loads((source / "config.json").read_text())
@@ -129,23 +192,27 @@ def write_model(
         writer.add_tensor("rope_freqs.weight", llama3_factors(config))
     names = gguf.get_tensor_name_map(architecture_number(architecture), config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
-    for hf_name, tensor in stacked(load_file(source / "model.safetensors")).items():
-        own = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
-        assert own is not None, hf_name
-        is_added_to = architecture in ADDED_TO and own.endswith("norm.weight")
-        plain = tensor.float().numpy() + (1.0 if is_added_to else 0.0)
-        is_matrix = plain.ndim > 1 and "ffn_gate_inp" not in own  # routers stay
-        own_kind = next((other for part, other in (others or {}).items() if part in own), kind)
-        used = own_kind if is_matrix and plain.shape[-1] % gguf.GGML_QUANT_SIZES[kind_of(own_kind)][0] == 0 else "F32"
-        rows = plain.reshape(-1, plain.shape[-1]) if plain.ndim == 3 else plain
-        stored, numbers = quantized(rows.astype(np.float32), used, seed=len(written.numbers))
-        stored, numbers = stored.reshape(*plain.shape[:-1], -1), numbers.reshape(plain.shape)
-        numbers = torch.from_numpy(numbers - (1.0 if is_added_to else 0.0))
-        written.numbers |= single(hf_name, numbers)
-        count = heads.get(hf_name.split(".")[-2])
-        if architecture in PERMUTED and count and not unpermuted:
-            stored = permuted(stored, count)
-        add_tensor(writer, own, change(own, stored), used)
+    tensors = stacked(load_file(source / "model.safetensors"))
+    for hf_name, tensor in (together(tensors) if fused else tensors).items():
+        rule = rule_of(architecture, config, hf_name)
+        found = []
+        for own, part in zip(rule.owns or (names_of(names, hf_name),), rule.split(tensor.float()), strict=True):
+            is_added_to = architecture in ADDED_TO and own.endswith("norm.weight")
+            plain = part.contiguous().numpy() + (1.0 if is_added_to else 0.0)
+            is_matrix = plain.ndim > 1 and not any(one in own for one in ("ffn_gate_inp", "norm", ".bias"))
+            own_kind = next((other for one, other in (others or {}).items() if one in own), kind)
+            fits = is_matrix and plain.shape[-1] % gguf.GGML_QUANT_SIZES[kind_of(own_kind)][0] == 0
+            used = own_kind if fits else "F32"
+            rows = plain.reshape(-1, plain.shape[-1]) if plain.ndim == 3 else plain
+            stored, numbers = quantized(rows.astype(np.float32), used, seed=len(written.numbers) + len(found))
+            stored, numbers = stored.reshape(*plain.shape[:-1], -1), numbers.reshape(plain.shape)
+            found.append(torch.from_numpy(numbers - (1.0 if is_added_to else 0.0)))
+            count = heads.get(hf_name.split(".")[-2])
+            if architecture in PERMUTED and count and not unpermuted:
+                stored = permuted(stored, count)
+            add_tensor(writer, own, change(own, stored), used)
+        written.numbers |= single(hf_name, rule.join(found))
+    written.numbers = apart(written.numbers, config) if fused else written.numbers
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -154,15 +221,15 @@ def write_model(
     return written
 
 
-_ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\..*)")
+_ONE_OF_MANY = re.compile(r"(.*\.(?:experts|norms))\.(\d+)(\..*)")
 
 
 def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With the tensors of experts that lie one by one as one [experts, out, in]."""
+    """With the tensors of experts, or of norms of heads, that lie one by one as one [experts, out, in]."""
     found: dict[str, torch.Tensor] = {}
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():
-        if (one := _ONE_EXPERT.fullmatch(name)) is None:
+        if (one := _ONE_OF_MANY.fullmatch(name)) is None:
             found[name] = tensor
         else:
             experts.setdefault(one[1] + one[3], {})[int(one[2])] = tensor
@@ -171,9 +238,91 @@ def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def single(name: str, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
     """The other way round."""
-    if numbers.dim() < 3:
+    many = re.search(r"\.(experts|norms)\.(?!gate_up_proj|down_proj(?!\.))", name)
+    if many is None:
         return {name: numbers}
-    return {name.replace(".experts.", f".experts.{number}."): one for number, one in enumerate(numbers)}
+    return {name.replace(many[0], f"{many[0]}{number}."): one for number, one in enumerate(numbers)}
+
+
+@dataclass
+class Rule:
+    """What the converter does with a tensor by Hugging Face's name: it becomes others, and these are it again."""
+
+    owns: tuple[str, ...] = ()
+    """GGUF's names; none: that of the package's mapping."""
+    split: Callable[[torch.Tensor], list[torch.Tensor]] = lambda tensor: [tensor]
+    join: Callable[[list[torch.Tensor]], torch.Tensor] = lambda parts: parts[0]
+
+
+def rule_of(architecture: str, config: Mapping[str, Any], name: str) -> Rule:
+    block = f"blk.{found[1]}." if (found := re.search(r"layers\.(\d+)\.", name)) else ""
+    if "block_sparse_moe.input_linear" in name:
+        owns = (f"{block}ffn_gate_exps.weight", f"{block}ffn_up_exps.weight")
+        return Rule(owns, lambda tensor: list(tensor.chunk(2, -2)), lambda parts: torch.cat(parts, -2))
+    if architecture == "gpt-oss" and "experts.gate_up_proj" in name:
+        kind = "bias" if name.endswith("bias") else "weight"
+        owns = (f"{block}ffn_gate_exps.{kind}", f"{block}ffn_up_exps.{kind}")
+        if kind == "bias":
+            return Rule(owns, lambda tensor: [tensor[:, ::2], tensor[:, 1::2]], in_turns)
+        return Rule(
+            owns, lambda tensor: [tensor.mT[:, ::2], tensor.mT[:, 1::2]], lambda parts: in_turns(parts).mT.contiguous()
+        )
+    if architecture == "gpt-oss" and "experts.down_proj" in name:
+        if name.endswith("bias"):
+            return Rule((f"{block}ffn_down_exps.bias",))
+        return Rule(
+            (f"{block}ffn_down_exps.weight",), lambda tensor: [tensor.mT], lambda parts: parts[0].mT.contiguous()
+        )
+    if name.endswith("self_attn.sinks"):
+        return Rule((f"{block}attn_sinks.weight",))
+    if "attention.query_key_value" in name:
+        heads = config["num_attention_heads"]
+        return Rule(
+            split=lambda tensor: [tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)],
+            join=lambda parts: parts[0].unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2),
+        )
+    return Rule()
+
+
+def in_turns(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Rows, or numbers, of two tensors by turns."""
+    return torch.stack(parts, 2).flatten(1, 2)
+
+
+def names_of(names: Any, hf_name: str) -> str:
+    name = hf_name.replace("e_score_correction_bias", "e_score_correction.bias")
+    own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    if own is None:  # the package knows norms of heads by the module above them
+        own = names.get_name(name.replace("layernorm.norms.", "layernorm."), try_suffixes=(".weight", ".bias"))
+    assert own is not None, hf_name
+    return str(own)
+
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def together(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With queries, keys and values as one tensor, under the name that the package has for Phi-2's."""
+    found = {name: tensor for name, tensor in tensors.items() if not any(f".{part}." in name for part in _QKV)}
+    for name in tensors:
+        if ".q_proj." in name:
+            rows = torch.cat([tensors[name.replace("q_proj", part)] for part in _QKV])
+            found[name.replace("self_attn.q_proj", "self_attn.query_key_value")] = rows
+    return found
+
+
+def apart(numbers: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The other way round."""
+    found = {}
+    for name, tensor in numbers.items():
+        if "self_attn.query_key_value" not in name:
+            found[name] = tensor
+            continue
+        queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
+        size = len(tensor) // (queries + 2 * keys)
+        for part, rows in zip(_QKV, tensor.split([queries * size, keys * size, keys * size]), strict=True):
+            found[name.replace("query_key_value", part)] = rows.contiguous()
+    return found
 
 
 def llama3_factors(config: Mapping[str, Any]) -> NDArray[np.float32]:
@@ -259,54 +408,18 @@ def architecture_number(name: str) -> Any:
     return next(number for number, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
 
 
-def metadata_of(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """As the converter writes it."""
-    found: dict[str, Any] = {
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "vocab_size": config["vocab_size"],
-    }
-    rope = config["rope_parameters"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    found["rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
-    if architecture in PERMUTED or architecture == "phi3":
-        found["rope.dimension_count"] = head_dim
-    if architecture in (*ADDED_TO, "qwen3", "qwen3moe"):
-        found |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    if count := config.get("num_experts") or config.get("num_local_experts"):
-        found |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
-    if "moe_intermediate_size" in config:
-        found["expert_feed_forward_length"] = config["moe_intermediate_size"]
-    if architecture == "qwen2moe":
-        found["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
-    if architecture == "granite":
-        found |= {
-            "attention.scale": float(config["attention_multiplier"]),
-            "embedding_scale": float(config["embedding_multiplier"]),
-            "residual_scale": float(config["residual_multiplier"]),
-            "logit_scale": float(config["logits_scaling"]),
-        }
-    if architecture in ("gemma2", "gemma3"):
-        found["attention.sliding_window"] = config["sliding_window"]
-    if architecture == "gemma2":
-        found |= {
-            "attn_logit_softcapping": float(config["attn_logit_softcapping"]),
-            "final_logit_softcapping": float(config["final_logit_softcapping"]),
-        }
-    if rope.get("rope_type") == "linear":
-        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
-    return {f"{architecture}.{key}": value for key, value in found.items()}
-
-
 def save_folder(written: Written, config: Mapping[str, Any], dtype: torch.dtype) -> None:
     """The file's numbers as a Hugging Face checkpoint, with the tokenizer beside them left out."""
     written.folder.mkdir()
-    tensors = {name: numbers.to(dtype).contiguous() for name, numbers in written.numbers.items()}
+    tensors = {name: _rounded(name, numbers, dtype).contiguous() for name, numbers in written.numbers.items()}
     save_file(tensors, written.folder / "model.safetensors", {"format": "pt"})
     changed = {**config, "dtype": str(dtype).removeprefix("torch.")}
     (written.folder / "config.json").write_text(json.dumps(changed))
+
+
+_EXACT = ("e_score_correction_bias", "mlp.gate.")
+"""Parts of names of tensors that mixtures keep in float32."""
+
+
+def _rounded(name: str, numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return numbers if any(part in name for part in _EXACT) else numbers.to(dtype)

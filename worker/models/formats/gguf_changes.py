@@ -1,4 +1,4 @@
-"""Changes of stored tensors of models that keep states or latents, by which llama.cpp's converter is undone."""
+"""Changes of stored tensors, by which llama.cpp's converter is undone."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -44,6 +44,23 @@ def paired(heads: str) -> Change:
         return [replace(tensor, rows=of_pairs(tensor.stored.shape[0], config[heads]))]
 
     return change
+
+
+def parts_of_heads(tensor: NamedTensor, config: Mapping[str, Any]) -> list[NamedTensor]:
+    """Queries, keys and values of the first head, then of the next, which llama.cpp has one kind after the other."""
+    heads = config["num_attention_heads"]
+    order = Turn(0, 1, heads, 3, tensor.stored.shape[0] // heads // 3)
+    return [replace(tensor, rows=order)]
+
+
+def queries_keys_values(tensor: NamedTensor, config: Mapping[str, Any]) -> list[NamedTensor]:
+    """One linear's rows as those of three."""
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    queries, found, first = config["num_attention_heads"] * config["head_dim"], [], 0
+    for name, count in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        found.append(replace(tensor, name=tensor.name.replace("qkv_proj", name), first=first, count=count))
+        first += count
+    return found
 
 
 def absorbed(tensor: NamedTensor, config: Mapping[str, Any]) -> list[NamedTensor]:

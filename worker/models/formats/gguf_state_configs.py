@@ -1,12 +1,11 @@
-"""Configs of architectures whose layers keep states or latents, from a GGUF file's metadata (`gguf_hybrids.py`)."""
+"""Configs of architectures whose layers keep states or latents, from a GGUF file's metadata (`gguf_states.py`)."""
 
 from typing import Any, Final
 
+from holdfast.worker.models.formats.gguf_experts import SIGMOID, SOFTMAX, check_scores, groups_of_experts
 from holdfast.worker.models.formats.gguf_metadata import Metadata, NotUnderstood
 from holdfast.worker.models.formats.gguf_rotary import rope_parameters
-
-_SOFTMAX, _SIGMOID = 1, 2
-"""Values of `expert_gating_func`."""
+from holdfast.worker.models.formats.gguf_settings import any_layer_has, kinds_of_layers, rows_of
 
 _LOG_OF_YARN: Final = 0.1
 """llama.cpp's converter multiplies `mscale_all_dim` by it."""
@@ -16,26 +15,6 @@ _NO_LENGTH: Final = 2**20
 
 _MIN_TIME_STEP: Final = 0.001
 """No metadata say it; all Nemotrons have it."""
-
-
-def _kinds(metadata: Metadata, kinds: dict[str, str], usual: str) -> list[str]:
-    """Kind of each layer, by a tensor that only layers of that kind have."""
-    return [
-        next((kind for own, kind in kinds.items() if metadata.has(f"blk.{index}.{own}")), usual)
-        for index in range(metadata.num_own_layers)
-    ]
-
-
-def _any(metadata: Metadata, own: str) -> bool:
-    """Whether a layer has such a tensor."""
-    return any(metadata.has(f"blk.{index}.{own}") for index in range(metadata.num_own_layers))
-
-
-def _rows(metadata: Metadata, own: str) -> int:
-    """Rows of a tensor in the first layer that has it; 0 if no layer has."""
-    names = (f"blk.{index}.{own}" for index in range(metadata.num_own_layers))
-    found = next((metadata.header.tensors[name].shape for name in names if metadata.has(name)), (0,))
-    return found[0]
 
 
 def _attention(metadata: Metadata, head_dim: int | None = None) -> dict[str, Any]:
@@ -48,7 +27,7 @@ def _attention(metadata: Metadata, head_dim: int | None = None) -> dict[str, Any
         "num_key_value_heads": metadata.of_some_layers("attention.head_count_kv"),
         "max_position_embeddings": metadata.count("context_length"),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
-        "attention_bias": _any(metadata, "attn_q.bias"),
+        "attention_bias": any_layer_has(metadata, "attn_q.bias"),
     }
 
 
@@ -69,8 +48,8 @@ def _mamba(metadata: Metadata, heads: str, size: str, groups: str, states: str, 
 def _mamba_of_hybrids(metadata: Metadata) -> dict[str, Any]:
     sizes = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
     return _mamba(metadata, *sizes) | {
-        "mamba_conv_bias": _any(metadata, "ssm_conv1d.bias"),
-        "mamba_proj_bias": _any(metadata, "ssm_in.bias"),
+        "mamba_conv_bias": any_layer_has(metadata, "ssm_conv1d.bias"),
+        "mamba_proj_bias": any_layer_has(metadata, "ssm_in.bias"),
     }
 
 
@@ -82,9 +61,24 @@ def lfm2(metadata: Metadata) -> dict[str, Any]:
         "intermediate_size": metadata.count("feed_forward_length"),
         "block_auto_adjust_ff_dim": False,
         "conv_L_cache": metadata.count("shortconv.l_cache"),
-        "conv_bias": _any(metadata, "shortconv.conv.bias"),
-        "layer_types": _kinds(metadata, {"shortconv.conv.weight": "conv"}, "full_attention"),
+        "conv_bias": any_layer_has(metadata, "shortconv.conv.bias"),
+        "layer_types": kinds_of_layers(metadata, {"shortconv.conv.weight": "conv"}, "full_attention"),
         "rope_parameters": rope_parameters(metadata),
+    }
+
+
+def lfm2_moe(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `Lfm2MoeConfig`."""
+    check_scores(metadata, SIGMOID, may_scale=True)
+    found = {name: value for name, value in lfm2(metadata).items() if not name.startswith("block_")}
+    return found | {
+        "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
+        "num_dense_layers": int(metadata.get("leading_dense_block_count", 0)),
+        "num_experts": metadata.count("expert_count"),
+        "num_experts_per_tok": metadata.count("expert_used_count"),
+        "use_expert_bias": any_layer_has(metadata, "exp_probs_b.bias"),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": True,
     }
 
 
@@ -95,14 +89,14 @@ def granite_hybrid(metadata: Metadata) -> dict[str, Any]:
     found = _attention(metadata)
     experts = metadata.count("expert_count") if metadata.get("expert_count") else 0
     head_dim = metadata.count("embedding_length") // found["num_attention_heads"]
-    shared = _rows(metadata, "ffn_gate_shexp.weight") if experts else _rows(metadata, "ffn_gate.weight")
+    shared = rows_of(metadata, "ffn_gate_shexp.weight") if experts else rows_of(metadata, "ffn_gate.weight")
     used = {"num_experts_per_tok": metadata.count("expert_used_count")} if experts else {}
     return (
         found
         | _mamba_of_hybrids(metadata)
         | used
         | {
-            "layer_types": _kinds(metadata, {"ssm_in.weight": "mamba"}, "attention"),
+            "layer_types": kinds_of_layers(metadata, {"ssm_in.weight": "mamba"}, "attention"),
             "position_embedding_type": None,
             "mamba_expand": metadata.count("ssm.inner_size") // metadata.count("embedding_length"),
             "intermediate_size": metadata.count("feed_forward_length"),
@@ -123,25 +117,24 @@ def nemotron_h(metadata: Metadata) -> dict[str, Any]:
     found = _attention(metadata, metadata.count("attention.key_length"))
     found["layer_norm_epsilon"] = found.pop("rms_norm_eps")
     found |= _mamba(metadata, *sizes) | {
-        "layers_block_type": _kinds(metadata, kinds, "mlp"),
+        "layers_block_type": kinds_of_layers(metadata, kinds, "mlp"),
         "time_step_min": _MIN_TIME_STEP,
-        "use_bias": _any(metadata, "ssm_in.bias"),
-        "use_conv_bias": _any(metadata, "ssm_conv1d.bias"),
-        "mlp_bias": _any(metadata, "ffn_up.bias"),
+        "use_bias": any_layer_has(metadata, "ssm_in.bias"),
+        "use_conv_bias": any_layer_has(metadata, "ssm_conv1d.bias"),
+        "mlp_bias": any_layer_has(metadata, "ffn_up.bias"),
         "mlp_hidden_act": "relu2",
         "mamba_hidden_act": "silu",
     }
     if "mlp" in found["layers_block_type"]:
-        found["intermediate_size"] = _rows(metadata, "ffn_up.weight")
+        found["intermediate_size"] = rows_of(metadata, "ffn_up.weight")
     return found | (_routed_nemotron(metadata) if "moe" in found["layers_block_type"] else {})
 
 
 def _routed_nemotron(metadata: Metadata) -> dict[str, Any]:
-    if metadata.get("expert_gating_func", _SIGMOID) != _SIGMOID:
-        raise NotUnderstood(f"has expert_gating_func {metadata.get('expert_gating_func')}; only 2 is supported")
-    shared = _rows(metadata, "ffn_up_shexp.weight")
+    check_scores(metadata, SIGMOID, may_scale=True)
+    shared = rows_of(metadata, "ffn_up_shexp.weight")
     inner = metadata.header.tensors[_first(metadata, "ffn_up_exps.weight")].shape[1]
-    return _groups_of_experts(metadata) | {
+    return groups_of_experts(metadata) | {
         "n_routed_experts": metadata.count("expert_count"),
         "num_experts_per_tok": metadata.of_some_layers("expert_used_count"),
         "moe_intermediate_size": inner,
@@ -160,13 +153,6 @@ def _first(metadata: Metadata, own: str) -> str:
     return found
 
 
-def _groups_of_experts(metadata: Metadata) -> dict[str, Any]:
-    return {
-        "n_group": metadata.count("expert_group_count", 1),
-        "topk_group": metadata.count("expert_group_used_count", 1),
-    }
-
-
 def falcon_h1(metadata: Metadata) -> dict[str, Any]:
     """Entries of `FalconH1Config`: what multiplies parts of it, the converter has multiplied the weights by."""
     return (
@@ -175,10 +161,10 @@ def falcon_h1(metadata: Metadata) -> dict[str, Any]:
         | {
             "intermediate_size": metadata.count("feed_forward_length"),
             "mamba_d_ssm": metadata.count("ssm.inner_size"),
-            "mamba_rms_norm": _any(metadata, "ssm_norm.weight"),
+            "mamba_rms_norm": any_layer_has(metadata, "ssm_norm.weight"),
             "mamba_norm_before_gate": False,
-            "projectors_bias": _any(metadata, "ssm_out.bias"),
-            "mlp_bias": _any(metadata, "ffn_up.bias"),
+            "projectors_bias": any_layer_has(metadata, "ssm_out.bias"),
+            "mlp_bias": any_layer_has(metadata, "ffn_up.bias"),
             "mlp_multipliers": [1.0] * 2,
             "ssm_multipliers": [1.0] * 5,
             **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "key_multiplier"), 1.0),
@@ -199,8 +185,8 @@ def mamba2(metadata: Metadata) -> dict[str, Any]:
         | {
             "expand": metadata.count("ssm.inner_size") // metadata.count("embedding_length"),
             "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
-            "use_bias": _any(metadata, "ssm_in.bias"),
-            "use_conv_bias": _any(metadata, "ssm_conv1d.bias"),
+            "use_bias": any_layer_has(metadata, "ssm_in.bias"),
+            "use_conv_bias": any_layer_has(metadata, "ssm_conv1d.bias"),
         }
     )
 
@@ -212,7 +198,7 @@ def qwen_delta_net(metadata: Metadata) -> dict[str, Any]:
     if values % keys or inner % values:
         raise NotUnderstood(f"has {keys} key heads and {values} value heads of {inner} features in all")
     found = _attention(metadata, head_dim) | {
-        "layer_types": _kinds(metadata, {"ssm_a": "linear_attention"}, "full_attention"),
+        "layer_types": kinds_of_layers(metadata, {"ssm_a": "linear_attention"}, "full_attention"),
         "linear_conv_kernel_dim": metadata.count("ssm.conv_kernel"),
         "linear_key_head_dim": metadata.count("ssm.state_size"),
         "linear_value_head_dim": inner // values,
@@ -233,10 +219,10 @@ def qwen_delta_net(metadata: Metadata) -> dict[str, Any]:
 
 def model_type_of_latents(metadata: Metadata) -> str:
     """DeepSeek V2 chooses experts by softmax, V3, Kimi K2 and GLM-4.7-Flash by sigmoid scores."""
-    chosen = metadata.get("expert_gating_func", _SOFTMAX)
-    if chosen not in (_SOFTMAX, _SIGMOID):
+    chosen = metadata.get("expert_gating_func", SOFTMAX)
+    if chosen not in (SOFTMAX, SIGMOID):
         raise NotUnderstood(f"has expert_gating_func {chosen}; only 1 and 2 are supported")
-    return "deepseek_v2" if chosen == _SOFTMAX else "deepseek_v3"
+    return "deepseek_v2" if chosen == SOFTMAX else "deepseek_v3"
 
 
 def deepseek(metadata: Metadata) -> dict[str, Any]:
@@ -251,7 +237,7 @@ def deepseek(metadata: Metadata) -> dict[str, Any]:
         "num_key_value_heads": heads,
         "max_position_embeddings": metadata.count("context_length"),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
-        "attention_bias": _any(metadata, "attn_kv_a_mqa.bias"),
+        "attention_bias": any_layer_has(metadata, "attn_kv_a_mqa.bias"),
         "intermediate_size": metadata.count("feed_forward_length"),
         "q_lora_rank": query,
         "kv_lora_rank": latent,
@@ -278,7 +264,7 @@ def _angles_of_latents(metadata: Metadata) -> dict[str, Any]:
 
 
 def _routers_of_latents(metadata: Metadata) -> dict[str, Any]:
-    groups = _groups_of_experts(metadata)
+    groups = groups_of_experts(metadata)
     if model_type_of_latents(metadata) == "deepseek_v2":
         method = "greedy" if groups["n_group"] == 1 else "group_limited_greedy"
         if metadata.get("expert_weights_norm"):
