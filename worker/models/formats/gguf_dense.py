@@ -118,7 +118,7 @@ DENSE: Final[Mapping[str, Architecture]] = {
         model_type="gpt_neox",
         settings=configs.gpt_neox,
         top=weights(
-            {"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "embed_out"}
+            {"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm", "output": "lm_head"}
         ),
         base="gpt_neox.layers.",
         parts=(

@@ -34,7 +34,7 @@ from holdfast.worker.models.formats.gguf_settings import any_layer_has, attentio
 
 _QWEN_MOE: Final = {**QWEN_ROUTER, **QWEN_EXPERTS}
 _GRANITE_MOE: Final = {
-    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_inp": "block_sparse_moe.router",
     "ffn_gate_exps": "block_sparse_moe.experts.{}.gate_proj",
     "ffn_up_exps": "block_sparse_moe.experts.{}.up_proj",
     "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj",
@@ -128,7 +128,7 @@ MIXTURES: Final[Mapping[str, Architecture]] = {
         parts=(
             weights({**NORMS, **ATTENTION}),
             weights(MLP),
-            {**weights(_QWEN_MOE), "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"},
+            {**weights(_QWEN_MOE), "exp_probs_b.bias": "mlp.gate.moe_statics.e_score_correction_bias"},
             weights(shared_experts("mlp.shared_experts")),
         ),
         changes={"exp_probs_b.bias": row},

@@ -169,6 +169,7 @@ def write_model(
     unpermuted: bool = False,
     factors: bool = False,
     fused: bool = False,
+    architecture: str | None = None,
     dtype: torch.dtype | None = None,
     fields: Mapping[str, Any] | None = None,
     change: Callable[[str, NDArray[Any]], NDArray[Any]] = lambda name, stored: stored,
@@ -178,12 +179,13 @@ def write_model(
     """A tiny model with its matrices in a type of blocks, and in `dtype` in the folder beside it.
 
     `parts`: tensors of a part of a split file. `unpermuted`: a converter's mistake. `factors`: of Llama 3's rotary
-    frequencies. `fused`: queries, keys and values are one tensor. `change` has the bytes of a tensor, by GGUF's name,
+    frequencies. `fused`: queries, keys and values are one tensor. `architecture`: GGUF's name, if it is
+    another one of the family. `change` has the bytes of a tensor, by GGUF's name,
     before they are written. `others`: types of some matrices, by a part of their names.
     """
     source = save_tiny_model(family, where / "source", **{**SIZES, **TURNS.get(family, {}), **changes})
     config = json.loads((source / "config.json").read_text())
-    architecture = ARCHITECTURES[family]
+    architecture = architecture or ARCHITECTURES[family]
     written = Written(where / name, where / "folder")
     writer = gguf.GGUFWriter(written.file, architecture, split_max_tensors=parts)
     for key, value in {**metadata_of(architecture, config), **tokenizer_fields(), **(fields or {})}.items():

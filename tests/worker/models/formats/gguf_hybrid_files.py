@@ -33,6 +33,7 @@ from tests.worker.models.formats.gguf_hybrid_metadata import Metadata
 CONVERTED: dict[str, tuple[str, str]] = {
     "lfm2": ("lfm2", "attention last"),
     "lfm2, odd": ("lfm2", "odd channels"),
+    "lfm2, a mixture": ("lfm2moe", "conv, mixture"),
     "qwen3.5": ("qwen35", "dense"),
     "qwen3.5, tied": ("qwen35", "state last"),
     "qwen3.5, a mixture": ("qwen35moe", "mixture"),
@@ -151,6 +152,7 @@ class Converter(Metadata):
     def tensors(self, name: str, tensor: Tensor) -> Named:
         rules = {
             "lfm2": self._lfm2,
+            "lfm2moe": self._lfm2,
             "qwen35": self._qwen,
             "qwen35moe": self._qwen,
             "qwen3next": self._qwen,
@@ -175,6 +177,8 @@ class Converter(Metadata):
         return found
 
     def _lfm2(self, name: str, tensor: Tensor) -> Named:
+        name = f"{name}.bias" if name.endswith("expert_bias") else name
+        name = name.removeprefix("model.") if ".experts." in name else name
         yield self._own(name), tensor.squeeze(1) if "conv.conv.weight" in name else tensor
 
     # --- Mamba2 ---

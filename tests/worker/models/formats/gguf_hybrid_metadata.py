@@ -20,6 +20,7 @@ class Metadata:
         config = self.config
         own = {
             "lfm2": self._of_lfm2,
+            "lfm2moe": self._of_lfm2_moe,
             "granitehybrid": self._of_granite,
             "nemotron_h": self._of_nemotron,
             "nemotron_h_moe": self._of_nemotron,
@@ -89,6 +90,21 @@ class Metadata:
             **self._of_angles(),
             "feed_forward_length": inner,
             "shortconv.l_cache": config["conv_L_cache"],
+        }
+
+    def _of_lfm2_moe(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            **self._of_heads([kind == "full_attention" for kind in config["layer_types"]]),
+            **self._of_angles(),
+            "feed_forward_length": config["intermediate_size"],
+            "shortconv.l_cache": config["conv_L_cache"],
+            "leading_dense_block_count": config["num_dense_layers"],
+            "expert_count": config["num_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+            "expert_gating_func": 2,
+            "expert_weights_scale": float(config["routed_scaling_factor"]),
         }
 
     def _of_mamba(self, prefix: str, heads: int, inner: int, width: int, states: int) -> dict[str, Any]:

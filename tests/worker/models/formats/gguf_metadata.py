@@ -7,8 +7,14 @@ PERMUTED = ("arcee", "granite", "granitemoe", "llama", "mistral3", "olmo", "smol
 ADDED_TO = ("gemma", "gemma2", "gemma3", "nemotron")
 PARTIAL = ("glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi2", "phi3", "stablelm")
 """Architectures that rotate a part of each head."""
-WITH_HEAD_DIM = (*ADDED_TO[:3], "ernie4_5", "glm4", "glm4moe", "gpt-oss", "hunyuan-dense", "minimax-m2", "mistral3")
-WITH_HEAD_DIM += ("nemotron", "qwen3", "qwen3moe", "seed_oss", "ernie4_5-moe", "exaone4", "hunyuan-moe")
+WITH_HEAD_DIM = (
+    *("ernie4_5", "ernie4_5-moe", "exaone4", "gemma", "gemma2", "gemma3", "glm4", "glm4moe", "gpt-oss"),
+    *("hunyuan-dense", "hunyuan-moe", "minimax-m2", "mistral3", "nemotron", "qwen3", "qwen3moe", "qwen3vl"),
+    *("qwen3vlmoe", "seed_oss"),
+)
+"""Architectures whose configs have `head_dim`, which the converter writes."""
+WITH_OWN_INNER = ("ernie4_5-moe", "glm4moe", "qwen2moe", "qwen3moe", "qwen3vlmoe")
+"""Mixtures whose experts have a size of their own."""
 
 
 def metadata_of(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +57,7 @@ def _angles(architecture: str, config: Mapping[str, Any], head_dim: int) -> dict
     if rope.get("rope_type") == "yarn":
         found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
         found |= {f"rope.scaling.yarn_{name}": rope[name] for name in ("beta_fast", "beta_slow") if name in rope}
-    if architecture == "mistral3":
+    if "llama_4_scaling_beta" in rope:
         found["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
         found["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
     return found
@@ -88,7 +94,13 @@ def _experts(architecture: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "minimax-m2": {"expert_feed_forward_length": config["intermediate_size"], "expert_gating_func": 2},
         "qwen2moe": {"expert_shared_feed_forward_length": config.get("shared_expert_intermediate_size")},
     }
-    if "moe_intermediate_size" in config and architecture in ("ernie4_5-moe", "glm4moe", "qwen2moe", "qwen3moe"):
+    if "moe_intermediate_size" in config and architecture in (
+        "ernie4_5-moe",
+        "glm4moe",
+        "qwen2moe",
+        "qwen3moe",
+        "qwen3vlmoe",
+    ):
         found["expert_feed_forward_length"] = config["moe_intermediate_size"]
     return found | {key: value for key, value in own.get(architecture, {}).items() if value is not None}
 

@@ -1,6 +1,8 @@
 """GGUF models are what they are dequantized: the same layouts in every field and bit."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import gguf
 import numpy as np
@@ -9,6 +11,8 @@ import torch
 
 from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.models.damaged_weights import damaged
+from holdfast.worker.models.formats.gguf_architecture import Architecture
+from holdfast.worker.models.formats.gguf_architectures import ARCHITECTURES
 from holdfast.worker.models.formats.gguf_block_names import BLOCKS
 from holdfast.worker.models.formats.gguf_folder import hf_folder
 from holdfast.worker.models.formats.gguf_tensors import dequantized
@@ -40,10 +44,50 @@ def test_in_another_dtype_numbers_are_rounded_once(tmp_path, family):
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}}),
         ("granite", {"attention_bias": True, "tie_word_embeddings": True}),
         ("qwen2", {"tie_word_embeddings": False}),
+        ("cohere", {"use_qk_norm": False}),
+        ("ernie4_5_moe", {"moe_layer_start_index": 0}),
+        ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
+        ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}),
+        ("granitemoe", {"attention_bias": True, "tie_word_embeddings": True}),
+        ("nemotron", {"head_dim": 32}),
+        ("seed_oss", {"attention_out_bias": True}),
+        ("stablelm", {"qk_layernorm": False, "use_parallel_residual": True}),
+        ("starcoder2", {"use_bias": False}),
     ],
 )
 def test_turns_of_families(tmp_path, family, changes):
     assert differences_on(write_model(family, tmp_path, "Q4_0", **changes), 2) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl"), ("qwen3_moe", "qwen3vlmoe")]
+)
+def test_text_models_of_models_that_see(tmp_path, family, architecture):
+    fields = {f"{architecture}.rope.dimension_sections": [2, 3, 3, 0]}
+    written = write_model(family, tmp_path, "Q4_0", architecture=architecture, fields=fields)
+    assert differences_on(written, 2) == []
+
+
+def test_mistral_small_3_is_mistral(tmp_path):
+    written = write_model("mistral", tmp_path, "Q4_0", architecture="mistral3")
+    assert differences_on(written, 2) == []
+
+
+def test_queries_keys_and_values_as_one_tensor(tmp_path):
+    """As the first files of Phi-2 have them."""
+    written = write_model("phi", tmp_path, "Q4_0", fused=True, num_key_value_heads=2)
+    assert "blk.0.attn_qkv.weight" in {tensor.name for tensor in gguf.GGUFReader(written.file).tensors}
+    assert differences_on(written, 2) == []
+
+
+def test_windows_that_a_file_does_not_list_are_the_family_s(tmp_path):
+    layers = ["sliding_attention"] * 3 + ["full_attention"]
+    changes = {"num_hidden_layers": 4, "layer_types": layers}
+    written = write_model(
+        "cohere2", tmp_path, "Q4_0", fields={"cohere2.attention.sliding_window_pattern": 4}, **changes
+    )
+    assert differences_on(written, 1) == []
 
 
 def test_a_split_file_is_one_model(tmp_path):
@@ -132,6 +176,36 @@ class TestMistakes:
         found = differences_on(written, 1)
         count = 4
         assert found == [f"layout.layers[1].mlp.experts[{one}].up.weights[1]" for one in range(count)]
+
+    def test_gates_taken_for_ups(self, tmp_path, monkeypatch):
+        """In gpt-oss's file they lie apart, in its folder by turns."""
+        written, right = write_model("gpt_oss", tmp_path, "MXFP4"), ARCHITECTURES["gpt-oss"]
+        gate, up = "ffn_gate_exps.weight", "ffn_up_exps.weight"
+        layer = right.parts[0]
+        wrong = replace(right, parts=({**layer, gate: layer[up], up: layer[gate]},))
+        monkeypatch.setitem(cast(dict[str, Architecture], ARCHITECTURES), "gpt-oss", wrong)
+        found = differences_on(written, 1)
+        assert {path.partition(".mlp.")[0] for path in found} == {"layout.layers[0]", "layout.layers[1]"}
+        assert all(".up." in path for path in found)
+
+    def test_halves_of_bytes_of_mxfp4_in_the_other_order(self, tmp_path):
+        def swapped(name: str, stored: np.ndarray) -> np.ndarray:
+            if name != "blk.0.ffn_down_exps.weight":
+                return stored
+            blocks = stored.reshape(-1, 17).copy()
+            blocks[:, 1:] = (blocks[:, 1:] << 4) | (blocks[:, 1:] >> 4)
+            return blocks.reshape(stored.shape)
+
+        found = differences_on(write_model("gpt_oss", tmp_path, "MXFP4", change=swapped), 1)
+        assert found == [f"layout.layers[0].mlp.experts[{one}].down.weights[0]" for one in range(4)]
+
+    def test_queries_keys_and_values_left_by_kind(self, tmp_path, monkeypatch):
+        """GPT-NeoX has those of the first head, then of the next."""
+        wrong = replace(ARCHITECTURES["gptneox"], changes={})
+        monkeypatch.setitem(cast(dict[str, Architecture], ARCHITECTURES), "gptneox", wrong)
+        found = differences_on(write_model("gpt_neox", tmp_path, "Q8_0"), 1)
+        assert found
+        assert all(".attention.qkv." in path for path in found)
 
     def test_norms_without_their_one(self, tmp_path):
         def less(name: str, stored: np.ndarray) -> np.ndarray:
