@@ -74,7 +74,8 @@ class MlpBuilder:
         )
         whole_down = share.rows(prefix + down, (hidden, inner), slices, has_bias=has_bias, may_stay=may_stay)
         if whole_down.bias is not None:
-            whole_down = replace(whole_down, bias=whole_down.bias * inner_scale)
+            bias = whole_down.bias * inner_scale
+            whole_down = replace(whole_down, bias=bias if names is None else self._of_first_rank(bias))
         return Mlp(
             activation=Activation.CLAMPED_SWIGLU if is_clamped else self._activation,
             has_gate=family.has_gate,
@@ -197,7 +198,10 @@ class MlpBuilder:
                 activation=Activation.CLAMPED_SWIGLU,
                 has_gate=True,
                 up=_gate_and_up_in_turns(self._share.numbers(up[number]), up_biases[number], first, length),
-                down=self._down(self._share.numbers(down[number]).narrow(1, first, length), down_biases[number]),
+                down=Linear(
+                    weights=(self._share.numbers(down[number]).narrow(1, first, length),),
+                    bias=self._of_first_rank(down_biases[number]),
+                ),
                 num_slices=self._share.slices(inner),
             )
             for number in range(count)
@@ -250,10 +254,9 @@ class MlpBuilder:
     def _biases(self, name: str, shape: tuple[int, int]) -> Any:
         return self._share.floats(self._share.tensors.take(name, shape))
 
-    def _down(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """A bias is the first rank's, for the results of all ranks are added."""
-        own = bias if bias is None or self._share.rank == 0 else torch.zeros_like(bias)
-        return Linear(weights=(weight,), bias=own)
+    def _of_first_rank(self, bias: Tensor) -> Tensor:
+        """The bias of an expert's outputs on this rank: the results of all ranks are added."""
+        return bias if self._share.rank == 0 else torch.zeros_like(bias)
 
 
 def _gate_and_up_in_turns(weight: Tensor, bias: Tensor | None, first: int, length: int) -> Linear:

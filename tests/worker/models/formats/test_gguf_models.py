@@ -48,6 +48,7 @@ def test_in_another_dtype_numbers_are_rounded_once(tmp_path, family):
         ("ernie4_5_moe", {"moe_layer_start_index": 0}),
         ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
         ("glm4_moe", {"use_qk_norm": False, "attention_bias": True}),
+        ("gpt_oss", {"num_local_experts": 3}),
         ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}),
         ("granitemoe", {"attention_bias": True, "tie_word_embeddings": True}),
         ("nemotron", {"head_dim": 32}),
