@@ -23,12 +23,14 @@ _PERIOD: Final = 4
 
 
 def llama(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `LlamaConfig` or `MixtralConfig`."""
     if metadata.get("expert_count"):
         return usual_paired(metadata) | local_experts(metadata) | {"sliding_window": None}
     return usual_paired(metadata) | biases(metadata)
 
 
 def granite(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `GraniteConfig`."""
     found = usual_paired(metadata)
     return found | biases(metadata) | granite_scales(metadata, found["head_dim"])
 
@@ -44,6 +46,7 @@ def granite_scales(metadata: Metadata, head_dim: int) -> dict[str, Any]:
 
 
 def gemma(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `GemmaConfig`."""
     return usual(metadata) | {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
 
@@ -62,6 +65,7 @@ def _windowed_gemma(metadata: Metadata) -> dict[str, Any]:
 
 
 def gemma2(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `Gemma2Config`."""
     return _windowed_gemma(metadata) | {
         "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
@@ -74,6 +78,7 @@ _GEMMA3_PERIOD: Final = 6
 
 
 def gemma3(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `Gemma3TextConfig`."""
     layers = range(1, metadata.num_layers + 1)
     return _windowed_gemma(metadata) | {
         "layer_types": ["sliding_attention" if one % _GEMMA3_PERIOD else "full_attention" for one in layers],
@@ -85,6 +90,7 @@ def gemma3(metadata: Metadata) -> dict[str, Any]:
 
 
 def phi3(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `Phi3Config`."""
     original = metadata.get("rope.scaling.original_context_length")
     return (
         sizes(metadata, is_partial=True)
@@ -95,10 +101,12 @@ def phi3(metadata: Metadata) -> dict[str, Any]:
 
 
 def phi2(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `PhiConfig`."""
     return sizes(metadata, is_partial=True) | layer_norm(metadata) | {"hidden_act": "gelu_new", "qk_layernorm": False}
 
 
 def gpt_neox(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `GPTNeoXConfig`."""
     return (
         sizes(metadata, is_partial=True)
         | layer_norm(metadata)
@@ -111,35 +119,42 @@ def gpt_neox(metadata: Metadata) -> dict[str, Any]:
 
 
 def cohere(metadata: Metadata) -> dict[str, Any]:
+    """Entries that both Cohere configs have."""
     scale = {"logit_scale": metadata.number("logit_scale")}
     return sizes(metadata) | layer_norm(metadata) | attention_bias(metadata) | scale
 
 
 def command_r(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `CohereConfig`."""
     return cohere(metadata) | {"use_qk_norm": any_layer_has(metadata, "attn_q_norm.weight")}
 
 
 def ernie(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `Ernie4_5Config`."""
     return usual(metadata) | {"use_bias": any_layer_has(metadata, "attn_q.bias")}
 
 
 def glm4(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `Glm4Config`."""
     if metadata.get("rope.dimension_sections"):
         raise NotUnderstood("has queries and keys in the order of GLM-4V's positions, which is not supported")
     return sizes(metadata, is_partial=True) | rms(metadata) | attention_bias(metadata)
 
 
 def nemotron(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `NemotronConfig`."""
     eps = layer_norm(metadata, "norm_eps")
     return sizes(metadata, is_partial=True) | eps | biases(metadata) | _SQUARED_RELU
 
 
 def olmo(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `OlmoConfig`."""
     limit = metadata.get("attention.clamp_kqv")
     return sizes(metadata) | attention_bias(metadata) | {"clip_qkv": limit}
 
 
 def olmo2(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `Olmo2Config` or `Olmo3Config`."""
     found = usual(metadata) | attention_bias(metadata)
     if not metadata.get("attention.sliding_window"):
         return found
@@ -150,11 +165,13 @@ def olmo2(metadata: Metadata) -> dict[str, Any]:
 
 
 def seed(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `SeedOssConfig`."""
     outputs = {"attention_out_bias": any_layer_has(metadata, "attn_output.bias")}
     return usual(metadata) | biases(metadata) | outputs
 
 
 def stablelm(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `StableLmConfig`."""
     return (
         sizes(metadata, is_partial=True)
         | layer_norm(metadata)
@@ -171,6 +188,7 @@ _STARCODER2_WINDOW: Final = 4096
 
 
 def starcoder2(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `Starcoder2Config`."""
     return (
         sizes(metadata)
         | layer_norm(metadata, "norm_epsilon")
@@ -183,7 +201,7 @@ def starcoder2(metadata: Metadata) -> dict[str, Any]:
 
 
 def mistral3(metadata: Metadata) -> dict[str, Any]:
-    """Mistral Small 3, and Ministral 3, whose queries grow with their positions."""
+    """Entries of `MistralConfig` (Mistral Small 3), or of `Ministral3Config`, whose queries grow with their positions."""
     found = usual_paired(metadata) | {"sliding_window": None}
     beta = metadata.get("attention.temperature_scale")
     if beta is None:
@@ -194,20 +212,25 @@ def mistral3(metadata: Metadata) -> dict[str, Any]:
 
 
 def qwen3(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `Qwen3Config`."""
     return usual(metadata) | attention_bias(metadata)
 
 
 def smollm3(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `SmolLM3Config`."""
     return usual_paired(metadata) | biases(metadata)
 
 
 def arcee(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `ArceeConfig`."""
     return smollm3(metadata) | _SQUARED_RELU
 
 
 def exaone4(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `Exaone4Config`."""
     return usual(metadata) | windows(metadata, _PERIOD)
 
 
 def cohere2(metadata: Metadata) -> dict[str, Any]:
+    """Entries of `Cohere2Config`."""
     return cohere(metadata) | windows(metadata, _PERIOD)

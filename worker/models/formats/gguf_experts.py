@@ -75,6 +75,7 @@ def local_experts(metadata: Metadata, scores: int = SOFTMAX) -> dict[str, Any]:
 
 
 def groups_of_experts(metadata: Metadata) -> dict[str, Any]:
+    """Entries of the config: groups of experts, and how many of them are chosen."""
     return {
         "n_group": metadata.count("expert_group_count", 1),
         "topk_group": metadata.count("expert_group_used_count", 1),

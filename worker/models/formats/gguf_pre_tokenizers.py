@@ -26,10 +26,11 @@ class PreTokenizer:
     """Texts begin with BOS where the file does not say."""
 
     def normalizer(self) -> Any:
-        """None: the text is left as it is."""
+        """The `tokenizers` package's normalizer. None: the text is left as it is."""
         return normalizers.NFC() if self.is_composed else None
 
     def splitter(self) -> Any:
+        """The `tokenizers` package's pre-tokenizer."""
         splits = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in self.splits]
         as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.has_words)
         return pre_tokenizers.Sequence([*splits, as_bytes]) if splits else as_bytes

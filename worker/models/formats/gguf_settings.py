@@ -29,18 +29,22 @@ def rows_of(metadata: Metadata, own: str) -> int:
 
 
 def rms(metadata: Metadata) -> dict[str, Any]:
+    """Epsilon of RMS norms."""
     return {"rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon")}
 
 
 def layer_norm(metadata: Metadata, entry: str = "layer_norm_eps") -> dict[str, Any]:
+    """Epsilon of layer norms, by the name of its entry."""
     return {entry: metadata.number("attention.layer_norm_epsilon")}
 
 
 def attention_bias(metadata: Metadata) -> dict[str, Any]:
+    """Whether queries, keys and values have biases."""
     return {"attention_bias": any_layer_has(metadata, "attn_q.bias")}
 
 
 def biases(metadata: Metadata) -> dict[str, Any]:
+    """Whether attention and MLPs have biases."""
     return attention_bias(metadata) | {"mlp_bias": any_layer_has(metadata, "ffn_up.bias")}
 
 

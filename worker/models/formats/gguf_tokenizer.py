@@ -24,7 +24,7 @@ _ENDS: Final = ("eos", "eot", "eom")
 _ENDS_OF_TURNS: Final = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>"})
 """Control tokens that end an answer where the file names none, by their texts."""
 _ENDS_OF_HARMONY: Final = ("<|return|>", "<|call|>")
-"""Those of gpt-oss, whose answers have several messages, each with `<|end|>` behind it."""
+"""Ends of gpt-oss's answers, which have several messages, each with `<|end|>` behind it."""
 
 
 class GgufTokenizer:
