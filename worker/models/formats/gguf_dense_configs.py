@@ -201,7 +201,7 @@ def starcoder2(metadata: Metadata) -> dict[str, Any]:
 
 
 def mistral3(metadata: Metadata) -> dict[str, Any]:
-    """Entries of `MistralConfig` (Mistral Small 3), or of `Ministral3Config`, whose queries grow with their positions."""
+    """Entries of `MistralConfig` (Mistral Small 3), or of `Ministral3Config`: its queries grow with their positions."""
     found = usual_paired(metadata) | {"sliding_window": None}
     beta = metadata.get("attention.temperature_scale")
     if beta is None:
