@@ -33,6 +33,7 @@ from holdfast.worker.engine.block_frames import Block
 from holdfast.worker.engine.block_mover import BlockMover
 from holdfast.worker.engine.block_receiver import BlockReceiver
 from holdfast.worker.engine.block_sockets import BlockServer
+from holdfast.worker.engine.frame_receiver import FrameMemory
 from holdfast.worker.engine.incoming_blocks import Taker
 from holdfast.worker.engine.staging import SharedMemory, Way
 from holdfast.worker.engine.tier_mover import KV, MoverEvents
@@ -45,7 +46,8 @@ LAYERS = 30
 """Of the cache: a block lies in as many pieces."""
 LOOPBACK = "127.0.0.1"
 WAY = SharedMemory()
-"""As a replica has it from its start."""
+MEMORY = FrameMemory()
+"""As a replica has them from its start."""
 
 
 class Taken(NamedTuple):
@@ -176,7 +178,8 @@ def _take_blocks(port: int, key: TransferKey, names: Sequence[bytes], num_bytes:
         received += sum(len(row) for _, row in some)
         return True
 
-    BlockReceiver((LOOPBACK, port), TransferKey(*key), names, take, ends.put, WAY if is_shared else None).start()
+    way = WAY if is_shared else None
+    BlockReceiver((LOOPBACK, port), TransferKey(*key), names, take, ends.put, way, MEMORY).start()
     if (error := ends.get()) is not None:
         raise error
     assert received == num_bytes, "all have come"

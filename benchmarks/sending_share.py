@@ -28,6 +28,7 @@ from holdfast.worker.block_hash import HashChain
 from holdfast.worker.engine.block_frames import Block
 from holdfast.worker.engine.block_receiver import BlockReceiver
 from holdfast.worker.engine.block_sockets import BlockServer
+from holdfast.worker.engine.frame_receiver import FrameMemory
 from holdfast.worker.engine.outgoing_blocks import OutgoingBlocks
 from holdfast.worker.engine.staging import SharedMemory
 from holdfast.worker.engine.tier_mover import KV
@@ -42,6 +43,7 @@ LOOPBACK = "127.0.0.1"
 
 def fetch(orders: Connection, names: Sequence[bytes], way: str) -> None:
     """The other process: receives a transfer for each order, and says how many bytes have come."""
+    memory = FrameMemory()
     orders.send(0)  # it is ready: a sender waits for seconds alone
     while (order := orders.recv()) is not None:
         port, transfer, key = order
@@ -56,7 +58,7 @@ def fetch(orders: Connection, names: Sequence[bytes], way: str) -> None:
             over.set()
 
         by = SharedMemory() if way == "auto" else None
-        BlockReceiver((LOOPBACK, port), TransferKey(transfer, key).of_rank(0), names, take, end, by).start()
+        BlockReceiver((LOOPBACK, port), TransferKey(transfer, key).of_rank(0), names, take, end, by, memory).start()
         over.wait()
         orders.send(num_bytes)
 

@@ -20,6 +20,7 @@ import numpy as np
 from holdfast.worker.cache.sealing import WrongDigestError
 from holdfast.worker.engine.block_frames import Block
 from holdfast.worker.engine.block_sockets import size_of
+from holdfast.worker.engine.frame_receiver import FrameMemory
 from holdfast.worker.engine.incoming_blocks import IncomingBlocks, Transfer
 from holdfast.worker.engine.outgoing_blocks import OutgoingBlocks, copied
 from holdfast.worker.engine.staging import Way
@@ -66,6 +67,7 @@ class BlockMover:
         self.counts = MoverCounts()
         self.outgoing = OutgoingBlocks(pools, way, self.counts, self._tell_sent)
         self._way = way
+        self._frame_memory = FrameMemory()
         self._store = store
         self._pools = pools
         self._events: MoverEvents | None = None
@@ -161,6 +163,7 @@ class BlockMover:
             lambda blocks: self._take_in(fetch, blocks),
             lambda error: self._note_received(fetch, transfer, error),
             self._way,
+            self._frame_memory,
         )
         with self._changed:
             self._fetches[ticket] = fetch

@@ -8,7 +8,7 @@ from typing import Final
 from holdfast.worker.cache.sealing import WrongDigestError
 from holdfast.worker.engine import transfer_key
 from holdfast.worker.engine.block_frames import Block, received
-from holdfast.worker.engine.frame_receiver import FrameReceiver
+from holdfast.worker.engine.frame_receiver import FrameMemory, FrameReceiver
 from holdfast.worker.engine.staging import Reader, Way, reader_of
 from holdfast.worker.engine.transfer_key import OFFER, READS, READS_NOT, TransferKey, shut, tune
 from holdfast.worker.errors import ConfigurationError
@@ -27,10 +27,11 @@ class BlockReceiver:
         on_blocks: Callable[[Sequence[Block]], bool],
         on_end: Callable[[Exception | None], None],
         way: Way | None = None,
+        memory: FrameMemory | None = None,
     ) -> None:
         """`names` are those of the blocks in order. `on_blocks` takes correct blocks, in order; it returns whether more
         are wanted, and may wait. `on_end` is called once: with what went wrong, or None. `way`: how the sender's memory
-        may be read.
+        may be read. Frames come into `memory`, if it has memory of earlier ones.
         """
         self._address = address
         self._key = key
@@ -38,6 +39,7 @@ class BlockReceiver:
         self._on_blocks = on_blocks
         self._on_end = on_end
         self._way = way
+        self._memory = memory or FrameMemory()
         self._connection: socket.socket | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="holdfast-blocks-in", daemon=True)
@@ -69,7 +71,7 @@ class BlockReceiver:
         sealer = self._key.sealer
         reader = self._reader(connection)
         try:
-            frames = FrameReceiver(connection, sealer, self._names, reader, transfer_key.STALL_S)
+            frames = FrameReceiver(connection, sealer, self._names, reader, self._memory, transfer_key.STALL_S)
             while not self._closed and not frames.is_complete:
                 blocks = frames.next()
                 if blocks is None or not self._on_blocks(blocks):

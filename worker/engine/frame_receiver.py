@@ -53,10 +53,6 @@ class FrameMemory:
                 self._free.append(memory)
 
 
-FRAME_MEMORY: Final = FrameMemory()
-"""Memory of all connections of this process."""
-
-
 class FrameReceiver:
     """The receiving end of one connection. Used by one thread."""
 
@@ -66,13 +62,17 @@ class FrameReceiver:
         sealer: Sealer,
         names: Sequence[bytes],
         reader: Reader | None,
+        memory: FrameMemory,
         stall_s: float,
     ) -> None:
-        """`names` are those of the blocks in order; `reader` reads the sender's slots. `stall_s`: the longest wait."""
+        """`names` are those of the blocks in order; `reader` reads the sender's slots; frames come into `memory`.
+        `stall_s`: the longest wait.
+        """
         self._connection = connection
         self._sealer = sealer
         self._names = names
         self._reader = reader
+        self._memory = memory
         self._stall_s = stall_s
         self._waiting = select.poll()
         self._waiting.register(connection, select.POLLIN)
@@ -127,7 +127,7 @@ class FrameReceiver:
             raise WrongDigestError
         places = Places.of(lengths, before)
         source = self._reader.read(slot, places.num_bytes)
-        frame = FRAME_MEMORY.frame(places.num_bytes)
+        frame = self._memory.frame(places.num_bytes)
         if (seeds := self._sealer.seeds(names)) is None:
             records = zip(names, places.records(source), places.records(frame), strict=True)
             return [self._block(name, record, into) for name, record, into in records]
@@ -143,7 +143,7 @@ class FrameReceiver:
 
     def _from_line(self, names: Sequence[bytes], lengths: Sequence[int]) -> list[Block]:
         """Each record once it has come, while a core's cache has it."""
-        frame = FRAME_MEMORY.frame(sum(lengths)).data
+        frame = self._memory.frame(sum(lengths)).data
         come = self._come(frame)
         blocks: list[Block] = []
         num_there = first = 0

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from holdfast.worker.engine.block_frames import Block
 from holdfast.worker.engine.block_receiver import BlockReceiver
+from holdfast.worker.engine.frame_receiver import FrameMemory
 from holdfast.worker.engine.staging import Way
 from holdfast.worker.engine.transfer_key import TransferKey
 from holdfast.worker.executors.block_layout import Regrouping
@@ -55,10 +56,11 @@ class IncomingBlocks:
         on_blocks: Callable[[Sequence[Block]], bool],
         on_end: Callable[[Exception | None], None],
         way: Way | None = None,
+        memory: FrameMemory | None = None,
     ) -> None:
         """`on_blocks` takes the rank's blocks, correct and in order, from one thread at a time; it returns whether more
         are wanted, and may wait. `on_end` is called once: with the first thing that went wrong, or None. `way`: how the
-        senders' memory may be read.
+        senders' memory may be read. `memory`: that of earlier transfers' frames.
         """
         self._transfer = transfer
         self._on_blocks = on_blocks
@@ -67,7 +69,7 @@ class IncomingBlocks:
         self._lock = threading.Lock()
         self._num_open = len(transfer.senders)
         self._receivers = [
-            BlockReceiver(sender.address, sender.key, transfer.sent, self._taker(part), self._note_end, way)
+            BlockReceiver(sender.address, sender.key, transfer.sent, self._taker(part), self._note_end, way, memory)
             for part, sender in enumerate(transfer.senders)
         ]
 

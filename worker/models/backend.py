@@ -13,6 +13,7 @@ from torch import Tensor
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.cpu.library import load_library
+from holdfast.worker.executors.cpu.pool import NativePool
 from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import HeadOutput, StepSampler
@@ -153,8 +154,10 @@ def load_backend(
     group: TensorParallelGroup,
     device: torch.device,
     progress: Callable[[str, int, int], None],
+    pool: NativePool | None = None,
 ) -> LoadedBackend:
-    """Loads this rank's share of the model in `folder`. All ranks of the group do so together.
+    """Loads this rank's share of the model in `folder`. All ranks of the group do so together. `pool`: the threads that
+    run a native backend on CPUs, if they are not its own.
 
     Raises `UnsupportedModelError` where a gate refuses the model, or where it must run as a native backend and cannot;
     `Unavailable` on a CPU that does not run the native library, which draws for both backends.
@@ -162,7 +165,7 @@ def load_backend(
     if device.type == "cpu":
         load_library(None)  # before anything large is read; compiles it if there is none
     try:
-        return _backend(config, folder, group, device, progress)
+        return _backend(config, folder, group, device, progress, pool)
     except NotFiniteError as found:
         raise damaged(folder, found) from None
 
@@ -173,8 +176,9 @@ def _backend(
     group: TensorParallelGroup,
     device: torch.device,
     progress: Callable[[str, int, int], None],
+    pool: NativePool | None,
 ) -> LoadedBackend:
-    stated = _stated(config, folder, group, device, progress)
+    stated = _stated(config, folder, group, device, progress, pool)
     _check_units(config, stated)
     if isinstance(stated, LoadedBackend):
         return stated
@@ -196,6 +200,7 @@ def _stated(
     group: TensorParallelGroup,
     device: torch.device,
     progress: Callable[[str, int, int], None],
+    pool: NativePool | None,
 ) -> LoadedBackend | str:
     """The native backend of a model of a stated family; or the reason why there is none."""
     if config.model.executor == "hf":
@@ -218,6 +223,7 @@ def _stated(
         block_size=block_size,
         device=device,
         kv_cache_dtype=config.cache.kv_cache_dtype,
+        pool=pool,
     )
     if isinstance(backend, str):
         return backend

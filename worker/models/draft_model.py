@@ -17,6 +17,7 @@ import torch
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.draws import DrawParams, draw_after
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.cpu.pool import NativePool
 from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.executors.tensor_parallel import SingleRank
@@ -41,8 +42,11 @@ class DraftModel:
         self._cache: BlockCache | None = None
 
     @classmethod
-    def load(cls, config: WorkerConfig, folder: Path, vocab_size: int, target: Target) -> "DraftModel":
-        """Loads the draft model that the settings name, whole, on this rank, for the large one in `folder`.
+    def load(
+        cls, config: WorkerConfig, folder: Path, vocab_size: int, target: Target, pool: NativePool | None
+    ) -> "DraftModel":
+        """Loads the draft model that the settings name, whole, on this rank, for the large one in `folder`. `pool`: the
+        large model's threads, if it has a native backend on a CPU: others would wait actively beside them.
 
         Raises `ConfigurationError` if the two do not share their tokens, `UnsupportedModelError` as for any model.
         """
@@ -51,7 +55,8 @@ class DraftModel:
         draft_folder = resolve_model(config.speculation.draft_model, has_weights, setting="speculation.draft_model")
         check_same_tokens(folder, draft_folder)
         # A separate group: no token depends on the bits of a draft, so any executor will do.
-        loaded = load_backend(_alone(config, draft_folder), draft_folder, SingleRank(), target.device, _silent)
+        alone = _alone(config, draft_folder)
+        loaded = load_backend(alone, draft_folder, SingleRank(), target.device, _silent, pool)
         if loaded.backend.state_bytes(0):
             raise ConfigurationError(
                 f"speculation.draft_model = {config.speculation.draft_model!r}: {loaded.facts.model_type} keeps "

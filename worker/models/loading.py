@@ -228,7 +228,9 @@ def _load_draft(config: WorkerConfig, folder: Path, loaded: LoadedBackend) -> Dr
         raise ConfigurationError(f"speculation.draft_model: {config.model.model} has no built-in draft model; name one")
     if target.group.rank > 0:
         return None
-    return DraftModel.load(config, folder, facts.vocab_size, target)
+    executor = loaded.backend.executor if isinstance(loaded.backend, NativeBackend) else None
+    pool = executor.pool if isinstance(executor, CpuExecutor) else None
+    return DraftModel.load(config, folder, facts.vocab_size, target, pool)
 
 
 def _state_room(

@@ -11,6 +11,7 @@ from torch import Tensor
 from holdfast.worker.config import KVCacheDtype
 from holdfast.worker.executors.cpu.cache import MAX_HEAD_DIM, TiledCache
 from holdfast.worker.executors.cpu.executor import CpuExecutor
+from holdfast.worker.executors.cpu.pool import NativePool
 from holdfast.worker.executors.cpu.tile_memory import linears
 from holdfast.worker.executors.device_blocks import DeviceBlocks
 from holdfast.worker.executors.gpu import weights
@@ -172,9 +173,11 @@ def make_backend(
     block_size: int,
     device: torch.device = _CPU,
     kv_cache_dtype: KVCacheDtype = "auto",
+    pool: NativePool | None = None,
 ) -> NativeBackend | str:
     """Packs a model and proves its executor on this machine; or returns the executor's error. Keys and values in
-    int8 are for executors on CPUs alone, in fp8 for those on GPUs.
+    int8 are for executors on CPUs alone, in fp8 for those on GPUs. `pool`: the threads of an executor on CPUs, if they
+    are not its own.
 
     The memory of the layout's linears is given back while they are packed: afterwards only those in files can be read.
     All ranks of the group call this together and come to the same answer. Raises `Unavailable`, and `NotFiniteError`
@@ -182,7 +185,7 @@ def make_backend(
     """
     layout = prepared.layout
     executor, numerics = made_by_all(
-        lambda: _executor(layout, group, max_model_len, device), group, lambda made: made[0].close()
+        lambda: _executor(layout, group, max_model_len, device, pool), group, lambda made: made[0].close()
     )
     provable = _Provable(executor, block_size)
     proof = check(provable, prepared.answers, group)
@@ -205,11 +208,15 @@ def make_backend(
 
 
 def _executor(
-    layout: DecoderLayout, group: TensorParallelGroup, max_positions: int, device: torch.device
+    layout: DecoderLayout,
+    group: TensorParallelGroup,
+    max_positions: int,
+    device: torch.device,
+    pool: NativePool | None,
 ) -> tuple[Executor, str]:
     """The executor of a device, and the name of its order of adding."""
     if device.type == "cpu":
-        threads = torch.get_num_threads()
+        threads = pool or torch.get_num_threads()
         executor = CpuExecutor(layout, group, max_positions=max_positions, threads=threads, uses_up=True)
         return executor, f"{NUMERICS}+{UNIT_NUMERICS}" if has_units(layout) else NUMERICS
     from holdfast.worker.executors.gpu.executor import NUMERICS as GPU_NUMERICS  # loads Triton
