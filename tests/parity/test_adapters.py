@@ -10,7 +10,7 @@ from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 from holdfast.worker.model_info import adapter_of
-from tests.worker.models.adapter_folders import merge, save_adapter
+from tests.worker.models.adapter_folders import TABLES, merge, save_adapter
 
 LONG = "It is a fine day, and the people of the town go to the market to buy bread, milk, eggs, apples and fish. " * 2
 """Some blocks of the cache, which requests of one adapter share."""
@@ -32,8 +32,12 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("adapters")
     base = bundled_path("demo")
     adapters = [
-        save_adapter(base, root / f"adapter{seed}", seed=seed, std=0.06, targets=targets)
-        for seed, targets in ((1, None), (2, ("q_proj", "v_proj")), (3, ("down_proj", "o_proj")))
+        save_adapter(base, root / f"adapter{seed}", seed=seed, std=0.06, targets=targets, tables=tables)
+        for seed, targets, tables in (
+            (1, None, ()),
+            (2, ("q_proj", "v_proj"), TABLES),
+            (3, ("down_proj", "o_proj"), ()),
+        )
     ]
     return root, base, adapters
 

@@ -21,6 +21,9 @@ FAMILIES = {
     "gemma2": {"target_modules": [*QKV, *MLP], "r": 8, "alpha_pattern": {"down_proj": 2, r"0\.mlp\.up_proj": 64}},
     "phi3": {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj", "o_proj"], "r": 16},
     "gpt_neox": {"target_modules": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"], "r": 8},
+    "gemma3_text": {"target_modules": ["v_proj", "embed_tokens", "lm_head"], "r": 4},
+    "qwen3_moe": {"target_modules": ["o_proj", "embed_tokens"], "r": 5},
+    "granite": {"target_modules": r".*(down_proj|lm_head|embed_tokens)", "r": 3},
     "olmo2": {"target_modules": ["q_proj", "v_proj"], "r": 1, "layers_to_transform": [1]},
 }
 

@@ -130,6 +130,7 @@ class RankAdapters:
 
     def _packed(self, folder: AdapterFolder) -> PackedAdapter:
         executor = self._executor()
+        self._places.check_copies(folder)
         packed = executor.pack_adapter(self._plan(folder, executor), folder.content)
         folder.check_finite()
         if not self._places.prove(folder, packed.differences, executor.dtype):

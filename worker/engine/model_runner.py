@@ -41,6 +41,7 @@ from holdfast.worker.executors.step_sampler import ChosenLogprobs, HeadOutput, O
 from holdfast.worker.executors.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.models.adapter_places import AdapterPlaces
+from holdfast.worker.models.adapter_tables import OwnTables
 from holdfast.worker.models.backend import BlockCache
 from holdfast.worker.models.checks import first_line
 from holdfast.worker.models.executor_protocols import OverlappingExecutor
@@ -135,14 +136,15 @@ class ModelRunner:
                 "model.enable_lora = True: adapters are served by the native backend on CPUs alone, and this model "
                 f"runs on {'the HF backend' if executor is None else self._device.type}"
             )
-        stated = stated_config_of(config, model_folder(config))
+        folder = model_folder(config)
+        stated = stated_config_of(config, folder)
 
         def current() -> CpuExecutor:
             assert isinstance(self.backend, NativeBackend)
             assert isinstance(self.backend.executor, CpuExecutor)
             return self.backend.executor
 
-        return current, AdapterPlaces(stated, self._group)
+        return current, AdapterPlaces(stated, self._group, OwnTables(config, stated, folder))
 
     def reload(self, folder: str, version: str) -> None:
         """Takes the weights of another folder, of a model that differs from this one only in its weights. All ranks

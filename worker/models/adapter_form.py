@@ -28,7 +28,11 @@ _MAX_SHOWN: Final = 200
 _MATCH_S: Final = 0.1
 """Seconds that a regular expression of a config may take for a module's name."""
 
-_TENSOR: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
+_TENSOR: Final = re.compile(
+    r"base_model\.model\.(?P<module>.+)\.lora_"
+    r"((?P<part>[AB])(\.default)?\.weight|embedding_(?P<of_table>[AB])(\.default)?)"
+)
+_COPY: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
 
 _HARMLESS: Final = frozenset(
     {"auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "runtime_config"}
@@ -56,6 +60,8 @@ class AdapterForm:
     """Stored matrices by the names of their tensors."""
     modules: Mapping[str, LowRank]
     """Pairs of matrices by the names of Hugging Face's modules."""
+    copies: Mapping[str, StoredMatrix]
+    """Weights of the model itself, by module, which PEFT saves beside adapters of the embedding and of the head."""
     prefix: str = ""
     """Beginning of those names that the folder leaves out."""
 
@@ -66,7 +72,10 @@ class AdapterForm:
 
     def below(self, prefix: str) -> "AdapterForm":
         """The same, with this before each module's name."""
-        return replace(self, prefix=prefix, modules={prefix + name: one for name, one in self.modules.items()})
+        modules = {prefix + name: one for name, one in self.modules.items()}
+        return replace(
+            self, prefix=prefix, modules=modules, copies={prefix + name: one for name, one in self.copies.items()}
+        )
 
 
 def form_of(given: str, config_content: bytes, path: Path, weights: memoryview) -> AdapterForm:
@@ -80,6 +89,7 @@ def form_of(given: str, config_content: bytes, path: Path, weights: memoryview) 
         targets=targets if isinstance(targets, str) else tuple(targets or ()),
         matrices=matrices,
         modules=_modules(given, config, matrices),
+        copies=_copies(given, matrices),
     )
     if strangers := sorted(name for name in found.modules if not _matches(given, found.targets, name)):
         what = f"it has tensors of {strangers[0]}, which its target_modules do not name"
@@ -136,18 +146,31 @@ def _check_fields(given: str, config: Mapping[str, Any]) -> None:
 def _modules(given: str, config: Mapping[str, Any], matrices: Mapping[str, StoredMatrix]) -> dict[str, LowRank]:
     pairs: dict[str, dict[str, StoredMatrix]] = {}
     for name, matrix in matrices.items():
+        if _COPY.fullmatch(name):
+            continue
         match = _TENSOR.fullmatch(name)
         if match is None:
             raise ConfigurationError(
-                f"{given}: the tensor {name[:_MAX_SHOWN]} is not supported: only linears' lora_A and lora_B"
+                f"{given}: the tensor {name[:_MAX_SHOWN]} is not supported: only lora_A and lora_B of linears, of the "
+                "embedding and of the head are"
             )
         parts = pairs.setdefault(match["module"], {})
-        if match["part"] in parts:
-            raise ConfigurationError(f"{given}: {match['module']} has lora_{match['part']} twice")
-        parts[match["part"]] = matrix
+        part = match["part"] or match["of_table"]
+        if part in parts:
+            raise ConfigurationError(f"{given}: {match['module']} has lora_{part} twice")
+        parts[part] = matrix
     if not pairs:
         raise ConfigurationError(f"{given}: {WEIGHTS} has no tensors")
     return {module: _low_rank(given, config, module, parts) for module, parts in sorted(pairs.items())}
+
+
+def _copies(given: str, matrices: Mapping[str, StoredMatrix]) -> dict[str, StoredMatrix]:
+    found = {match["module"]: one for name, one in matrices.items() if (match := _COPY.fullmatch(name)) is not None}
+    for module, one in found.items():
+        if len(one.shape) != 2 or not one.dtype.is_floating_point or one.dtype.itemsize < 2:
+            what = f"{module}.base_layer.weight is {one.dtype} {one.shape}, and must be a matrix of a floating type"
+            raise ConfigurationError(f"{given}: {what}")
+    return found
 
 
 def _matrices(given: str, path: Path, weights: memoryview) -> dict[str, StoredMatrix]:

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.cpu.adapters import AdaptedLinear, Difference, LowRank, adaptable
+from holdfast.worker.executors.cpu.adapters import EMBEDDING, HEAD, AdaptedLinear, Difference, LowRank, adaptable
 from holdfast.worker.executors.cpu.packed_rows import IntArray
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.adapter_folder import AdapterFolder
+from holdfast.worker.models.adapter_tables import HEAD_MODULE, OwnTables, differing_row, table_module
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.quantized_activations import Kept
 from holdfast.worker.models.rank_share import RankShare
@@ -66,11 +67,17 @@ class Place:
 class AdapterPlaces:
     """The places of one rank's layout."""
 
-    def __init__(self, config: Any, group: TensorParallelGroup) -> None:
-        """`config`: as `stated_config.py` has read it."""
+    def __init__(self, config: Any, group: TensorParallelGroup, tables: OwnTables) -> None:
+        """`config`: as `stated_config.py` has read it. `tables`: those of the checkpoint."""
+        self._tables = tables
         rows, columns = _Numbers(_row_numbers), _Numbers(_column_numbers)
         by_rows, by_columns = (adaptable(_layout(config, numbers, group)) for numbers in (rows, columns))
-        self._places = {place: _place(by_rows[place].weights, by_columns[place].weights, rows) for place in by_rows}
+        self._places = {
+            place: _place(by_rows[place].weights, by_columns[place].weights, rows) for place in by_rows if place != HEAD
+        }
+        of_vocabulary = _of_vocabulary(config, group)
+        self._places |= of_vocabulary
+        self._of_vocabulary = {name for place in of_vocabulary.values() for name in place.modules}
         self._shapes = {
             name: shape
             for place in self._places.values()
@@ -83,7 +90,7 @@ class AdapterPlaces:
         """The folder with the names of the whole model's modules: PEFT leaves their first part out where an adapter was
         made of the model without its head, as for vectors.
         """
-        prefixes = {name.split(".", 1)[0] + "." for name in self._shapes}
+        prefixes = {name.split(".", 1)[0] + "." for name in self._shapes if "." in name}
         if len(prefixes) == 1 and not any(name in self._shapes for name in folder.modules):
             (prefix,) = prefixes
             if any(prefix + name in self._shapes for name in folder.modules):
@@ -100,8 +107,8 @@ class AdapterPlaces:
             shape = self._shapes.get(name)
             if shape is None:
                 raise folder.refused(
-                    f"{name} is no linear of this model that takes an adapter; such are those of attention and of "
-                    f"dense MLPs, as {next(iter(self._shapes), 'none')}"
+                    f"{name} is no module of this model that takes an adapter; such are the linears of attention and "
+                    f"of dense MLPs, as {next(iter(self._shapes), 'none')}, the embedding and the head"
                 )
             if (one.b.shape[0], one.a.shape[1]) != shape:
                 raise folder.refused(
@@ -139,11 +146,62 @@ class AdapterPlaces:
             raise folder.refused(f"its numbers are too small for the model's {dtype}: nothing of it would be added")
         return has_effect
 
+    def check_copies(self, folder: AdapterFolder) -> None:
+        """Raises `ConfigurationError` where an adapter's copies of the model's table and head, which PEFT saves beside
+        an adapter of theirs, are those of another model.
+        """
+        for name, copy in folder.form.copies.items():
+            if name not in self._of_vocabulary or name not in folder.modules:
+                raise folder.refused(f"{name}.base_layer.weight is no copy of the model's embedding or head")
+            own = self._tables.of(name)
+            if tuple(own.shape) != copy.shape:
+                raise folder.refused(
+                    f"{name}.base_layer.weight is {copy.shape}, and the model's weight {tuple(own.shape)}: it is an "
+                    "adapter of another model"
+                )
+            if (row := differing_row(own, copy.of(folder.content))) is not None:
+                raise folder.refused(
+                    f"row {row} of {name}.base_layer.weight is not that of the model: its table was changed, or it is "
+                    "an adapter of another model; serve the model that it was made of"
+                )
+
     def _check_complete(self, folder: AdapterFolder) -> None:
-        """Layers that it has nothing of may have been left out (`layers_to_transform`); the others are whole."""
+        """Layers that it has nothing of may have been left out (`layers_to_transform`); the others are whole. All
+        linears are those of layers, as PEFT has it.
+        """
         layers = {_layer_of(name) for name in folder.modules}
+        if folder.form.targets != "all-linear" and not folder.form.prefix:
+            layers |= self._of_vocabulary
         if missing := [name for name in folder.form.misses(folder.given, self._shapes) if _layer_of(name) in layers]:
             raise folder.refused(f"target_modules name {missing[0]}, and there are no tensors of it")
+
+
+def _of_vocabulary(config: Any, group: TensorParallelGroup) -> dict[str, Place]:
+    """Places of the head, and of the embedding, of which ranks have parts; a last part is filled up with a row that is
+    there.
+    """
+    family, hidden, vocab = FAMILIES[config.model_type], config.hidden_size, config.vocab_size
+    count = -(-vocab // group.size)
+    tokens, features = np.minimum(np.arange(count) + group.rank * count, vocab - 1), np.arange(hidden)
+    head = _whole_place(HEAD_MODULE, (vocab, hidden), tokens, features)
+    table = _whole_place(table_module(family), (hidden, vocab), features, tokens)
+    return {HEAD: head, EMBEDDING: table}
+
+
+def _whole_place(module: str, shape: tuple[int, int], rows: IntArray, columns: IntArray) -> Place:
+    """A linear whose outputs are all of one module."""
+    return Place(
+        modules=(module,),
+        shapes=(shape,),
+        module_of=np.zeros(len(rows), dtype=np.int64),
+        rows=rows,
+        columns=columns,
+        probe=_probe(columns),
+    )
+
+
+def _probe(columns: IntArray) -> Tensor:
+    return ((torch.from_numpy(columns) * 37 + 11) % 127 - 63).float() / 64
 
 
 def _layer_of(module: str) -> str:
@@ -202,5 +260,5 @@ def _place(rows: Sequence[Tensor], columns: Sequence[Tensor], numbers: _Numbers)
         module_of=module_of,
         rows=own,
         columns=np.ascontiguousarray(inputs.numpy()),
-        probe=((inputs * 37 + 11) % 127 - 63).float() / 64,
+        probe=_probe(inputs.numpy()),
     )

@@ -1,6 +1,5 @@
 """Loads of adapters on one rank: what is packed has the bytes of the digest that a request is bound to."""
 
-import json
 import shutil
 import threading
 from concurrent.futures import Future
@@ -14,11 +13,9 @@ from holdfast.worker.engine.adapters import AdapterGoneError, RankAdapters
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.tensor_parallel import SingleRank
-from holdfast.worker.models.adapter_places import AdapterPlaces
-from holdfast.worker.models.stated_config import read_stated_config
 from tests.parity.families import save_tiny_model
 from tests.worker.executors.cpu.native import library_or_skip
-from tests.worker.models.adapter_folders import PREFIX, save_adapter
+from tests.worker.models.adapter_folders import PREFIX, places_of, save_adapter
 from tests.worker.models.layouts import stated
 
 
@@ -26,7 +23,7 @@ class Loads(RankAdapters):
     """One rank with a tiny model, and waits for its loads."""
 
     def __init__(self, base, executor):
-        places = AdapterPlaces(read_stated_config(json.loads((base / "config.json").read_text())), SingleRank())
+        places = places_of(base)
         super().__init__(lambda: self.executor, places, SingleRank())
         self.executor = executor
 

@@ -10,6 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from holdfast.worker.config import ModelConfig
+from holdfast.worker.executors.tensor_parallel import SingleRank, TensorParallelGroup
+from holdfast.worker.models.adapter_places import AdapterPlaces
+from holdfast.worker.models.adapter_tables import OwnTables
+from holdfast.worker.models.stated_config import read_stated_config
+
+TABLES = ("model.embed_tokens", "lm_head")
 PREFIX = "base_model.model."
 ALL = r".*(attn|attention|mlp)\..*"
 PEFT_WRITES = {
@@ -51,12 +58,13 @@ def save_adapter(
     alpha: float = 16.0,
     seed: int = 0,
     targets: Iterable[str] | None = None,
+    tables: Iterable[str] = (),
     change: Change | None = None,
     std: float = 0.1,
     **config: Any,
 ) -> Path:
-    """An adapter of some linears of the model in `base`; `change` may change its config and its tensors before they are
-    written.
+    """An adapter of some linears of the model in `base`, and of `tables`: `lm_head` and a name that ends with
+    `embed_tokens`. `change` may change its config and its tensors before they are written.
     """
     generator = torch.Generator().manual_seed(seed)
     modules = modules_of(base, targets)
@@ -65,12 +73,14 @@ def save_adapter(
     for name, (outputs, inputs) in sorted(modules.items()):
         tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * std
         tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * std
+    for name in tables:
+        tensors |= of_table(base, name, rank, generator, std)
     written = {
         **PEFT_WRITES,
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": alpha,
-        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
+        "target_modules": sorted({name.rpartition(".")[2] for name in (*modules, *tables)}),
         "bias": "none",
         "base_model_name_or_path": "tiny",
         "task_type": "CAUSAL_LM",
@@ -84,6 +94,19 @@ def save_adapter(
     return folder
 
 
+def of_table(base: Path, name: str, rank: int, generator: torch.Generator, std: float) -> dict[str, Tensor]:
+    """As PEFT writes the adapter of a table or head, with a copy of the model's weight."""
+    stored = load_file(base / "model.safetensors")
+    weight = next(stored[f"{one}.weight"] for one in (name, "model.embed_tokens") if f"{one}.weight" in stored)
+    a, b = ("lora_A.weight", "lora_B.weight") if name == "lm_head" else ("lora_embedding_A", "lora_embedding_B")
+    outputs, inputs = weight.shape if name == "lm_head" else weight.shape[::-1]
+    return {
+        f"{PREFIX}{name}.{a}": torch.randn(rank, inputs, generator=generator) * std,
+        f"{PREFIX}{name}.{b}": torch.randn(outputs, rank, generator=generator) * std,
+        f"{PREFIX}{name}.base_layer.weight": weight.clone(),
+    }
+
+
 def merge(base: Path, adapter: Path, folder: Path, scale: float | None = None) -> Path:
     """The checkpoint in float32 with the adapter's products added to its weights."""
     shutil.copytree(base, folder)
@@ -91,15 +114,27 @@ def merge(base: Path, adapter: Path, folder: Path, scale: float | None = None) -
     root = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
     scale = config["lora_alpha"] / root if scale is None else scale
     tensors, low = load_file(base / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    settings = json.loads((folder / "config.json").read_text())
+    if settings.get("tie_word_embeddings") and "lm_head.weight" not in tensors:
+        tensors["lm_head.weight"], settings["tie_word_embeddings"] = tensors["model.embed_tokens.weight"].clone(), False
     for name in list(low):
+        if name.endswith("lora_embedding_A"):
+            module = name.removeprefix(PREFIX).removesuffix(".lora_embedding_A")
+            product = (low[name.replace("embedding_A", "embedding_B")].double() @ low[name].double() * scale).T
+            tensors[f"{module}.weight"] = (tensors[f"{module}.weight"].double() + product).float()
         if name.endswith("lora_A.weight"):
             module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
             product = low[name.replace("lora_A", "lora_B")].double() @ low[name].double() * scale
             weight = tensors[f"{module}.weight"]
             tensors[f"{module}.weight"] = (weight.double() + product).float()
-    settings = json.loads((folder / "config.json").read_text())
     settings |= {name: "float32" for name in ("dtype", "torch_dtype") if name in settings}
     (folder / "config.json").write_text(json.dumps(settings))
     tensors = {name: tensor.float() for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def places_of(base: Path, group: TensorParallelGroup | None = None) -> AdapterPlaces:
+    """Places of a rank's layout of the model in `base`."""
+    config = read_stated_config(json.loads((base / "config.json").read_text()))
+    return AdapterPlaces(config, group or SingleRank(), OwnTables(ModelConfig(model=str(base)), config, base))

@@ -1,6 +1,5 @@
 """Adapter folders: what is read, and what is refused by name before anything changes."""
 
-import json
 import os
 from pathlib import Path
 
@@ -9,12 +8,9 @@ import torch
 
 from holdfast.worker.adapter import Adapter, check_adapter_name
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.adapter_folder import read_adapter
-from holdfast.worker.models.adapter_places import AdapterPlaces
-from holdfast.worker.models.stated_config import read_stated_config
 from tests.parity.families import save_tiny_model
-from tests.worker.models.adapter_folders import PREFIX, save_adapter
+from tests.worker.models.adapter_folders import PREFIX, TABLES, places_of, save_adapter
 
 Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
 
@@ -25,9 +21,10 @@ def base(tmp_path_factory):
 
 
 def applied(base: Path, folder: Path, name: str = "a"):
-    places = AdapterPlaces(read_stated_config(json.loads((base / "config.json").read_text())), SingleRank())
+    places = places_of(base)
     read = read_adapter(name, str(folder))
     read.check_finite()
+    places.check_copies(read)
     return places.apply(read)
 
 
@@ -46,8 +43,27 @@ BAD = {
     "an adapter of another model": {"change": put(f"{Q}.lora_A.weight", torch.ones(8, 64))},
     "has a NaN": {"change": put(f"{Q}.lora_A.weight", torch.full((8, 32), torch.nan))},
     "must be a matrix of a floating type": {"change": put(f"{Q}.lora_A.weight", torch.ones(8, 32, dtype=torch.int32))},
-    "is not supported: only linears": {"change": put(f"{PREFIX}lm_head.weight", torch.ones(8, 32))},
-    "is no linear of this model": {
+    "is not supported: only lora_A": {"change": put(f"{PREFIX}lm_head.weight", torch.ones(8, 32))},
+    "target_modules name lm_head, and there are no tensors": {
+        "tables": TABLES,
+        "change": drop(f"{PREFIX}lm_head.lora_A.weight", f"{PREFIX}lm_head.lora_B.weight"),
+    },
+    "embed_tokens has lora_A .* it is an adapter of another model": {
+        "tables": TABLES,
+        "change": put(f"{PREFIX}model.embed_tokens.lora_embedding_A", torch.ones(8, 127)),
+    },
+    "row 5 of lm_head.base_layer.weight is not that of the model": {
+        "tables": TABLES,
+        "change": lambda _, tensors: tensors[f"{PREFIX}lm_head.base_layer.weight"][5].mul_(1.1),
+    },
+    r"base_layer.weight is \(127, 32\), and the model's weight \(126, 32\)": {
+        "tables": TABLES,
+        "change": put(f"{PREFIX}lm_head.base_layer.weight", torch.ones(127, 32)),
+    },
+    "q_proj.base_layer.weight is no copy of the model's embedding": {
+        "change": put(f"{Q}.base_layer.weight", torch.ones(32, 32))
+    },
+    "is no module of this model": {
         "change": lambda config, tensors: (
             config["target_modules"].append("router"),
             tensors.update({f"{PREFIX}model.layers.0.router.lora_{part}.weight": torch.ones(8, 8) for part in "AB"}),
@@ -204,3 +220,11 @@ def test_an_adapter_without_effect_is_known(base, tmp_path):
 
     assert not read_adapter("a", str(save_adapter(base, tmp_path / "none", change=without))).has_effect
     assert read_adapter("a", str(save_adapter(base, tmp_path / "some"))).has_effect
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_copies_of_the_model_s_tables_may_be_rounded(base, tmp_path, dtype):
+    def rounded(_, tensors):
+        tensors.update({name: one.to(dtype) for name, one in tensors.items() if name.endswith("base_layer.weight")})
+
+    assert applied(base, save_adapter(base, tmp_path / "adapter", tables=TABLES, change=rounded))

@@ -83,8 +83,15 @@ class AdaptedLinear:
         return np.array_equal(self.columns, np.arange(len(self.columns)) + self.columns[0])
 
 
+HEAD: Final = "head"
+EMBEDDING: Final = "embedding"
+"""Places of the linear behind the layers, and of the table before them: its addition is that of a linear whose inputs
+are one for the row's token, and zero for all others.
+"""
+
+
 def adaptable(layout: DecoderLayout) -> dict[str, Linear]:
-    """The linears that adapters may add to, by their place in the layout: attention's and dense MLPs'."""
+    """The linears that adapters may add to, by their place in the layout: attention's, dense MLPs', and the head."""
     found: dict[str, Linear] = {}
     for index, layer in enumerate(layout.layers):
         if isinstance(layer.attention, Attention):
@@ -93,7 +100,7 @@ def adaptable(layout: DecoderLayout) -> dict[str, Linear]:
         if isinstance(layer.mlp, Mlp):
             found[f"{index}.up"] = layer.mlp.up
             found[f"{index}.down"] = layer.mlp.down
-    return found
+    return found | {HEAD: layout.head}
 
 
 class Difference(NamedTuple):

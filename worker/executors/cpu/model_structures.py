@@ -230,4 +230,5 @@ class NativeModel(Structure):
         ("kept_as", c_int),
         ("sum_parts", c_int),
         ("num_sites", c_int),
+        ("embedding_site", c_int),
     )

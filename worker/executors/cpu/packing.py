@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from holdfast.worker.executors.cpu.adapted_outputs import Site
-from holdfast.worker.executors.cpu.adapters import adaptable
+from holdfast.worker.executors.cpu.adapters import EMBEDDING, HEAD, adaptable
 from holdfast.worker.executors.cpu.linear_structures import NativeLinear
 from holdfast.worker.executors.cpu.model_structures import (
     NativeBeside,
@@ -103,9 +103,10 @@ class PackedModel(PartPacker):
         self._library = library
         self._pool = pool
         self._kept: list[Any] = []
-        self._places = {id(one): (site, place) for site, (place, one) in enumerate(adaptable(layout).items(), 1)}
+        places = {place: one for place, one in adaptable(layout).items() if head is None or place != HEAD}
+        self._places = {id(one): (site, place) for site, (place, one) in enumerate(places.items(), 1)}
         self.sites: dict[str, Site] = {}
-        """The linears that adapters may add to, in order of their numbers."""
+        """The linears that adapters may add to, and the embedding, in order of their numbers."""
         self._arena = Arena() if arena is None else arena
         self._itemsize = layout.dtype.itemsize
         is_bfloat16 = layout.dtype == torch.bfloat16
@@ -128,9 +129,12 @@ class PackedModel(PartPacker):
             hidden=layout.hidden_size,
             vocab_rows=len(layout.embedding),
             sum_parts=2 if any(layer.beside for layer in layout.layers) else 1,
-            num_sites=len(self._places),
+            num_sites=len(places) + 1,
+            embedding_site=len(places) + 1,
         )
-        self.sites = {place: self.sites[place] for place in adaptable(layout)}
+        if head is not None:
+            self.model.head.site = 0  # its number is that of the other model
+        self.sites = {place: self.sites[place] for place in places} | {EMBEDDING: _site_of_embedding(layout)}
         own = [layer.attention for layer in layout.layers if layer.attention and kv_source(layer) is None]
         self._first_kv_heads = [one.first_kv_head if isinstance(one, Attention) else 0 for one in own]
         self._arena.finish()
@@ -372,6 +376,11 @@ class PackedModel(PartPacker):
             pairs=pairs,
             interleaved=int(rotary.interleaved),
         )
+
+
+def _site_of_embedding(layout: DecoderLayout) -> Site:
+    rows = len(layout.embedding)
+    return Site(padded_places(layout.hidden_size, 1, GROUP), 1, rows, -(-rows // TILE) * TILE)
 
 
 def _head_norms(norm: Norm | None, head_dim: int, num_heads: int) -> int:

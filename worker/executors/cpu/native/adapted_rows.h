@@ -36,7 +36,7 @@ template <class W> void Decoder<W>::begin_adapters() {
 // The inner numbers of all rows with adapters.
 template <class W>
 bool Decoder<W>::prepare_added(Thread& t, const NativeLinear& linear, Rows in, int num_rows, AddedRows& added) {
-  const bool is_narrow = t.residual == wanted_x.data;
+  const bool is_narrow = t.residual == wanted_x.data || linear.site == m.head.site;
   added = {is_narrow ? wanted_adapters.data() : step.adapter_of,
            is_narrow ? wanted_order.data() : row_order.data(),
            step.adapters,
@@ -56,6 +56,26 @@ bool Decoder<W>::prepare_added(Thread& t, const NativeLinear& linear, Rows in, i
                      inner_of<R, W>(adapted, from, linear.slices, length, t.own.widened_rows, to);
                    });
   });
+}
+
+// Adds to the embedding of row r, whose token has a place on this rank: the column of A at the place is scale A x of an x
+// that is one there, and zero elsewhere.
+template <class W> void Decoder<W>::add_to_embedding(int r, int place, float* out) const {
+  if (!adapted_sites[m.embedding_site] || step.adapter_of[r] < 0) return;
+  const NativeAdapted& adapted = step.adapters[step.adapter_of[r]].linears[m.embedding_site - 1];
+  if (!adapted.ranks) return;
+  const long inputs = (m.vocab_rows + K_TILE - 1) / K_TILE * K_TILE;
+  alignas(64) float inner[MOST_RANKS], sums[16];
+  for (int j = 0; j < adapted.ranks; j += 16)
+    store(inner + j, load((const W*)adapted.a + (j * inputs + place * 16L)) * load(adapted.scales + j));
+  for (int first = 0; first < m.hidden; first += 16) {
+    const NativeSpan& span = adapted.spans[first / 16];
+    Lanes sum = zero();
+    for (int j = span.first; j < span.end; j++)
+      sum = fma(load((const W*)adapted.b + span.place + (j - span.first) * 16), all(inner[j]), sum);
+    store(sums, sum);
+    for (int i = 0; i < 16 && first + i < m.hidden; i++) out[first + i] += sums[i] * m.embedding_scale;
+  }
 }
 
 }  // namespace

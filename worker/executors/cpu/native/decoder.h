@@ -34,6 +34,7 @@ struct NativeLinear {
   int site;                   // its number, from 1, among the linears that adapters may add to; 0: it is none of them
 };
 
+enum { MOST_RANKS = 256 };  // of one module, filled up to sixteens
 // What an adapter adds to a linear (`adapters.h`). Of 16 outputs, the ranks that they have numbers of.
 struct NativeSpan {
   int first, end;
@@ -235,7 +236,8 @@ struct NativeModel {
       vocab_size;                               // rows: of this rank; the last ranks' may lie beyond the vocabulary
   int max_rows, tensor_parallel_size, kept_as;  // kept_as: see `KeptAs`
   int sum_parts;  // sums that a half of a layer leaves beside each other: 2 with a mixture beside an MLP, else 1
-  int num_sites;  // linears that adapters may add to
+  int num_sites;  // linears that adapters may add to, and the embedding
+  int embedding_site;  // number of the embedding among them; 0: none
 };
 
 struct NativeStep {

@@ -23,6 +23,7 @@ template <class W> void Decoder<W>::embed_row(int r, float* out) {
   for (; i + 16 <= m.hidden; i += 16)
     store(out + i, mine ? load(vector + i) * all(m.embedding_scale) + zero() : zero());
   for (; i < m.hidden; i++) out[i] = mine ? element(vector[i]) * m.embedding_scale + 0.0f : 0.0f;
+  if (mine) add_to_embedding(r, row, out);
 }
 
 template <class W>

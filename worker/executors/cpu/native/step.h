@@ -255,6 +255,7 @@ template <class W> class Decoder {
 
   bool embed(Thread& t);
   void embed_row(int r, float* out);
+  void add_to_embedding(int r, int place, float* out) const;
   bool row_parallel(Thread& t, const NativeLinear& w, Rows in, const NativeLayer& l, float* place);
   template <class Fn> bool summed_tasks(Thread& t, int rows, Fn&& fn);
   void sum_over_ranks(Exchange::Sum sum, int row, float* out, long first = 0, int columns = 0) const;
