@@ -46,7 +46,7 @@ BAD = {
     "is not supported: only lora_A": {"change": put(f"{PREFIX}lm_head.weight", torch.ones(8, 32))},
     "target_modules name lm_head, and there are no tensors": {
         "tables": TABLES,
-        "change": drop(f"{PREFIX}lm_head.lora_A.weight", f"{PREFIX}lm_head.lora_B.weight"),
+        "change": drop(*(f"{PREFIX}lm_head.{one}.weight" for one in ("lora_A", "lora_B", "base_layer"))),
     },
     "embed_tokens has lora_A .* it is an adapter of another model": {
         "tables": TABLES,
