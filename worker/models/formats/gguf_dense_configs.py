@@ -203,11 +203,14 @@ def starcoder2(metadata: Metadata) -> dict[str, Any]:
 def mistral3(metadata: Metadata) -> dict[str, Any]:
     """Entries of `MistralConfig` (Mistral Small 3), or of `Ministral3Config`: its queries grow with their positions."""
     found = usual_paired(metadata) | {"sliding_window": None}
-    beta = metadata.get("attention.temperature_scale")
-    if beta is None:
+    if metadata.get("attention.temperature_scale") is None:
         return found
     weight = metadata.number("rope.scaling.yarn_log_multiplier", 1.0)
-    own = {"llama_4_scaling_beta": float(beta), "mscale": weight, "mscale_all_dim": weight}
+    own = {
+        "llama_4_scaling_beta": metadata.number("attention.temperature_scale"),
+        "mscale": weight,
+        "mscale_all_dim": weight,
+    }
     return found | {"rope_parameters": {**found["rope_parameters"], **own}}
 
 

@@ -82,16 +82,19 @@ def gemma4(metadata: Metadata) -> dict[str, Any]:
         "head_dim": metadata.count("attention.key_length_swa"),
         "global_head_dim": metadata.count("attention.key_length"),
         "attention_k_eq_v": not metadata.has(f"blk.{windows.index(False)}.attn_v.weight"),
-        "num_kv_shared_layers": _count_or_none(metadata, "attention.shared_kv_layers"),
+        "num_kv_shared_layers": _num_sharing(metadata),
         "final_logit_softcapping": metadata.number("final_logit_softcapping"),
         "rope_parameters": _angles(metadata),
     }
     return found | _kv_heads(metadata, windows) | _inner(metadata) | _own_inputs(metadata) | _experts(metadata)
 
 
-def _count_or_none(metadata: Metadata, key: str) -> int:
-    """0 where the key is missing."""
-    return metadata.count(key) if metadata.get(key) else 0
+def _num_sharing(metadata: Metadata) -> int:
+    """Layers that share the keys and values of others."""
+    found = metadata.natural("attention.shared_kv_layers")
+    if found > metadata.num_layers:
+        raise NotUnderstood(f"has {found} layers that share keys and values, and {metadata.num_layers} layers")
+    return found
 
 
 def _windows(metadata: Metadata) -> list[bool]:
@@ -119,9 +122,11 @@ def _kv_heads(metadata: Metadata, windows: list[bool]) -> dict[str, Any]:
 def _inner(metadata: Metadata) -> dict[str, Any]:
     """Inner features of MLPs, which may be twice as many in layers that share keys and values."""
     sizes = metadata.get("feed_forward_length")
-    if not isinstance(sizes, list):
+    if not isinstance(sizes, list) or not sizes:
         return {"intermediate_size": metadata.count("feed_forward_length"), "use_double_wide_mlp": False}
-    shared = _count_or_none(metadata, "attention.shared_kv_layers")
+    shared = _num_sharing(metadata)
+    if any(type(one) is not int or one <= 0 for one in sizes):
+        raise NotUnderstood(f"has gemma4.feed_forward_length = {str(sizes)[:100]}: must be numbers above 0")
     first, is_double = sizes[0], sizes[0] != sizes[-1]
     if sizes != [first] * (len(sizes) - shared) + [first * (1 + is_double)] * shared:
         raise NotUnderstood(f"has gemma4.feed_forward_length = {str(sizes)[:100]}, which no Gemma 4 has")

@@ -46,15 +46,19 @@ class Metadata:
             raise NotUnderstood(f"has {self.architecture}.{key} = {str(value)[:100]}: must be a number above 0")
         return float(value)
 
+    def natural(self, key: str) -> int:
+        """A whole number from 0 on; 0 where the file has none. Raises `NotUnderstood`."""
+        return self.count(key) if self.get(key) else 0
+
     def of_some_layers(self, key: str) -> int:
         """A whole number above 0, or a list that has it for some layers and 0 for others. Raises `NotUnderstood`."""
         value = self.get(key)
         if not isinstance(value, list):
             return self.count(key)
-        found = sorted({one for one in value if one})
-        if len(found) != 1 or not isinstance(found[0], int) or found[0] < 0:
+        found = [one for one in value if one]
+        if not found or any(type(one) is not int or one < 0 or one != found[0] for one in found):
             raise NotUnderstood(f"has {self.architecture}.{key} = {str(value)[:100]}: must be one number above 0")
-        return found[0]
+        return int(found[0])
 
     @property
     def num_own_layers(self) -> int:

@@ -58,8 +58,8 @@ def _ernie_moe(metadata: Metadata) -> dict[str, Any]:
         "moe_num_experts": metadata.count("expert_count"),
         "moe_k": metadata.count("expert_used_count"),
         "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
-        "moe_num_shared_experts": metadata.count("expert_shared_count") if metadata.get("expert_shared_count") else 0,
-        "moe_layer_start_index": int(metadata.get("leading_dense_block_count", 0)),
+        "moe_num_shared_experts": metadata.natural("expert_shared_count"),
+        "moe_layer_start_index": metadata.natural("leading_dense_block_count"),
         "moe_layer_interval": metadata.count("interleave_moe_layer_step", 1),
         "moe_layer_end_index": -1,
     }
@@ -78,7 +78,7 @@ def _glm4_moe(metadata: Metadata) -> dict[str, Any]:
             "num_experts_per_tok": metadata.count("expert_used_count"),
             "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
             "n_shared_experts": metadata.count("expert_shared_count"),
-            "first_k_dense_replace": int(metadata.get("leading_dense_block_count", 0)),
+            "first_k_dense_replace": metadata.natural("leading_dense_block_count"),
             "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
             "norm_topk_prob": bool(metadata.get("expert_weights_norm", True)),
         }

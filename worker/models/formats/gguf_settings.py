@@ -53,18 +53,19 @@ def sizes(metadata: Metadata, *, is_paired: bool = False, is_partial: bool = Fal
     they give where no other length is written. `is_partial`: they may be a part of it.
     """
     heads, hidden = metadata.count("attention.head_count"), metadata.count("embedding_length")
-    rotated = metadata.get("rope.dimension_count")
-    head_dim = metadata.get("attention.key_length") or (rotated if is_paired else None)
-    if head_dim is None and hidden % heads:
+    rotated = metadata.natural("rope.dimension_count")
+    head_dim = metadata.natural("attention.key_length") or (rotated if is_paired else 0)
+    if not head_dim and hidden % heads:
         raise NotUnderstood(f"has {heads} heads and {hidden} features, of which no head has a whole number")
     head_dim = head_dim or hidden // heads
+    rotated = rotated or head_dim
     if metadata.get("attention.value_length", head_dim) != head_dim:
         raise NotUnderstood("has keys and values of different lengths")
-    if rotated is not None and rotated != head_dim and not is_partial:
+    if rotated > head_dim or (rotated < head_dim and not is_partial):
         raise NotUnderstood(f"rotates {rotated} of {head_dim} dimensions of a head")
     rope = rope_parameters(metadata)
     if is_partial:
-        rope |= {"partial_rotary_factor": metadata.count("rope.dimension_count", head_dim) / head_dim}
+        rope |= {"partial_rotary_factor": rotated / head_dim}
     return {
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.count("attention.head_count_kv", heads),

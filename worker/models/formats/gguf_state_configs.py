@@ -73,7 +73,7 @@ def lfm2_moe(metadata: Metadata) -> dict[str, Any]:
     found = {name: value for name, value in lfm2(metadata).items() if not name.startswith("block_")}
     return found | {
         "moe_intermediate_size": metadata.count("expert_feed_forward_length"),
-        "num_dense_layers": int(metadata.get("leading_dense_block_count", 0)),
+        "num_dense_layers": metadata.natural("leading_dense_block_count"),
         "num_experts": metadata.count("expert_count"),
         "num_experts_per_tok": metadata.count("expert_used_count"),
         "use_expert_bias": any_layer_has(metadata, "exp_probs_b.bias"),
@@ -244,7 +244,7 @@ def deepseek(metadata: Metadata) -> dict[str, Any]:
         "qk_rope_head_dim": rope,
         "qk_nope_head_dim": key - rope,
         "v_head_dim": metadata.count("attention.value_length_mla"),
-        "first_k_dense_replace": int(metadata.get("leading_dense_block_count", 0)),
+        "first_k_dense_replace": metadata.natural("leading_dense_block_count"),
         "n_routed_experts": metadata.count("expert_count"),
         "num_experts_per_tok": metadata.count("expert_used_count"),
         "moe_intermediate_size": metadata.count("expert_feed_forward_length"),

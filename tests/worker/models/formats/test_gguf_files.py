@@ -3,6 +3,7 @@
 import os
 import struct
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -13,11 +14,15 @@ from hypothesis import strategies as st
 
 from holdfast.worker.errors import ConfigurationError, HoldfastError
 from holdfast.worker.models.checkpoint_scheme import quantization_of
+from holdfast.worker.models.formats.gguf_architectures import hf_config, hf_tensors
 from holdfast.worker.models.formats.gguf_folder import hf_folder, source_of
+from holdfast.worker.models.formats.gguf_header import read_header
+from holdfast.worker.models.formats.gguf_metadata import NotUnderstood
 from holdfast.worker.models.weight_files import checkpoint_digest, weight_bytes
 from holdfast.worker.models.weights import resolve_model
 from tests.examples import examples
-from tests.worker.models.formats.gguf_files import Written, write_model
+from tests.worker.models.formats.gguf_files import ARCHITECTURES, Written, write_model
+from tests.worker.models.formats.gguf_hybrid_files import CONVERTED, write_hybrid
 
 
 @pytest.fixture(scope="module")
@@ -200,3 +205,21 @@ def test_a_tampered_header_is_refused_or_read(written, tmp_path_factory, data):
     path.write_bytes(bytes(content))
     with suppress(HoldfastError):
         resolve_model(str(path))
+
+
+ODD = ("x", "", -1, 0, 1.5, True, 2**40, float("nan"), [], [1, "x"], [0, 0, 0])
+
+
+@pytest.mark.parametrize("family", [*ARCHITECTURES, *CONVERTED])
+def test_odd_metadata_are_refused_or_read(tmp_path, family):
+    """Each key with another value in turn, and without one: no other error comes up."""
+    write = write_model if family in ARCHITECTURES else write_hybrid
+    header = read_header(write(family, tmp_path, "Q8_0").file, "model")
+    own = [key for key in header.metadata if key.startswith(f"{header.metadata['general.architecture']}.")]
+    for key in own:
+        changed = [header.metadata | {key: value} for value in ODD]
+        changed.append({name: value for name, value in header.metadata.items() if name != key})
+        for metadata in changed:
+            with suppress(NotUnderstood):
+                odd = replace(header, metadata=metadata)
+                hf_tensors(odd, hf_config(odd))
