@@ -33,13 +33,13 @@ class GgufTokenizer:
     def __init__(self, metadata: Mapping[str, Any], architecture: str) -> None:
         """Raises `NotUnderstood`."""
         self._metadata = metadata
-        self._tokens: Sequence[str] = self._get("tokens") or ()
-        self._types: Sequence[int] = self._get("token_type") or [_NORMAL] * len(self._tokens)
+        self._tokens: Sequence[str] = self._items("tokens", str)
+        self._types: Sequence[int] = self._items("token_type", int) or [_NORMAL] * len(self._tokens)
         self._pre = str(self._get("pre", "default"))
         self._is_gemma = architecture.startswith("gemma")
         if not self._tokens or len(self._types) != len(self._tokens):
             raise NotUnderstood(f"has {len(self._tokens)} tokens and types of {len(self._types)}")
-        kind = self._get("model")
+        kind = str(self._get("model"))
         if kind == "gpt2":
             self.tokenizer = self._byte_level()
         elif kind in _WITH_SPACES:
@@ -63,12 +63,15 @@ class GgufTokenizer:
     def _chat_template(self) -> str | list[dict[str, str]] | None:
         """One, or several by their names, as a tokenizer_config.json has them."""
         template = self._metadata.get("tokenizer.chat_template")
-        names = self._metadata.get("tokenizer.chat_templates") or ()
+        names = _items(self._metadata, "tokenizer.chat_templates", str)
         others = {name: self._metadata.get(f"tokenizer.chat_template.{name}") for name in names}
         if not any(others.values()):
             return None if template is None else str(template)
         found = {"default": template, **others}
         return [{"name": name, "template": str(text)} for name, text in found.items() if text is not None]
+
+    def _items(self, key: str, kind: type | tuple[type, ...]) -> list[Any]:
+        return _items(self._metadata, f"tokenizer.ggml.{key}", kind)
 
     def _get(self, key: str, default: Any = None) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{key}", default)
@@ -101,7 +104,7 @@ class GgufTokenizer:
 
     def _byte_level(self) -> Tokenizer:
         rules = self._rules()
-        merges = [tuple(merge.split(" ")) for merge in self._get("merges") or ()]
+        merges = [tuple(merge.split(" ")) for merge in self._items("merges", str)]
         if not merges:
             raise NotUnderstood("has no merges of tokens (tokenizer.ggml.merges)")
         tokenizer = _bpe(self._vocabulary(), merges, ignore_merges=rules.whole_words_first)
@@ -122,7 +125,7 @@ class GgufTokenizer:
         vocabulary = self._vocabulary()
         if self._is_gemma:  # whose tokens of spaces are written as such
             vocabulary = {_SPACE * len(text) if not text.strip(" ") else text: i for text, i in vocabulary.items()}
-        merges: Sequence[Any] = [tuple(merge.split(" ")) for merge in self._get("merges") or ()]
+        merges: Sequence[Any] = [tuple(merge.split(" ")) for merge in self._items("merges", str)]
         merges = merges or _merges(vocabulary, self._ranks(vocabulary), self._mergeable(vocabulary))
         tokenizer = _bpe(vocabulary, merges, unk_token=self._named("unknown"), fuse_unk=True, byte_fallback=True)
         has_prefix = self._get("add_space_prefix", not self._is_gemma)
@@ -140,9 +143,9 @@ class GgufTokenizer:
         """
         if self._is_gemma:
             return range(len(self._tokens))
-        scores = self._get("scores")
-        if scores is None or len(scores) != len(self._tokens):
-            raise NotUnderstood(f"has scores of {len(scores or ())} tokens, and {len(self._tokens)} tokens")
+        scores = self._items("scores", (int, float))
+        if len(scores) != len(self._tokens):
+            raise NotUnderstood(f"has scores of {len(scores)} tokens, and {len(self._tokens)} tokens")
         return [-score for score in scores]
 
     def _mergeable(self, vocabulary: Mapping[str, int]) -> set[str]:
@@ -175,6 +178,16 @@ class GgufTokenizer:
             self.tokenizer.post_processor = template
         elif is_byte_level:
             self.tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+
+
+def _items(metadata: Mapping[str, Any], key: str, kind: type | tuple[type, ...]) -> list[Any]:
+    """A list of such items; none where the key is missing."""
+    found = metadata.get(key)
+    if found is None:
+        return []
+    if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
+        raise NotUnderstood(f"has {key} = {str(found)[:100]}: must be a list of such as tokenizers have")
+    return found
 
 
 def _bpe(vocabulary: dict[str, int], merges: Sequence[Any], **settings: Any) -> Tokenizer:

@@ -120,6 +120,9 @@ TURNS: dict[str, dict[str, Any]] = {
 }
 """What is changed of the tiny models, beside `SIZES`."""
 
+ODD = ("x", "", -1, 0, 1.5, True, 2**40, float("nan"), [], [1, "x"], [0, 0, 0])
+"""Values that no key of a file should have."""
+
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "vocab_size": 126}
 
 

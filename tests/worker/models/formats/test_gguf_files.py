@@ -21,7 +21,7 @@ from holdfast.worker.models.formats.gguf_metadata import NotUnderstood
 from holdfast.worker.models.weight_files import checkpoint_digest, weight_bytes
 from holdfast.worker.models.weights import resolve_model
 from tests.examples import examples
-from tests.worker.models.formats.gguf_files import ARCHITECTURES, Written, write_model
+from tests.worker.models.formats.gguf_files import ARCHITECTURES, ODD, Written, write_model
 from tests.worker.models.formats.gguf_hybrid_files import CONVERTED, write_hybrid
 
 
@@ -205,9 +205,6 @@ def test_a_tampered_header_is_refused_or_read(written, tmp_path_factory, data):
     path.write_bytes(bytes(content))
     with suppress(HoldfastError):
         resolve_model(str(path))
-
-
-ODD = ("x", "", -1, 0, 1.5, True, 2**40, float("nan"), [], [1, "x"], [0, 0, 0])
 
 
 @pytest.mark.parametrize("family", [*ARCHITECTURES, *CONVERTED])

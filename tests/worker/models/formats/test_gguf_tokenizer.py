@@ -1,6 +1,7 @@
 """Tokenizers of GGUF files give the tokens of the tokenizer.json that they were made of."""
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from holdfast.router.text.tokenizer import Tokenizer as Loaded
 from holdfast.worker.models.formats.gguf_folder import hf_folder
 from holdfast.worker.models.formats.gguf_metadata import NotUnderstood
 from holdfast.worker.models.formats.gguf_tokenizer import GgufTokenizer
-from tests.worker.models.formats.gguf_files import alphabet, write_model
+from tests.worker.models.formats.gguf_files import ODD, alphabet, write_model
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog, and doesn't stop at 12345 or 2026.",
@@ -253,3 +254,25 @@ def test_a_byte_level_tokenizer_that_lacks_something_is_refused(change, message)
     metadata = metadata_of(theirs, **{"model": "gpt2", "pre": "gpt-2", "merges": merges_of(theirs), **change})
     with pytest.raises(NotUnderstood, match=message):
         GgufTokenizer(metadata, "llama")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma4"])
+def test_odd_metadata_are_refused_or_read(kind):
+    """Each key with another value in turn, and without one: no other error comes up."""
+    if kind == "gpt2":
+        theirs = byte_level("llama-bpe")
+        metadata = metadata_of(theirs, model=kind, pre="llama-bpe", merges=merges_of(theirs))
+    else:
+        theirs = sentencepiece(prefix=True)
+        count = len(theirs.get_vocab())
+        metadata = metadata_of(theirs, model=kind, scores=[0.0] * count, merges=merges_of(theirs))
+    metadata |= {"tokenizer.chat_template": "{{ x }}", "tokenizer.chat_templates": ["tool"]}
+    metadata |= {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.eot_token_id": 3}
+    for key in metadata:
+        changed = [metadata | {key: value} for value in ODD]
+        changed.append({name: value for name, value in metadata.items() if name != key})
+        for odd in changed:
+            with suppress(NotUnderstood):
+                tokenizer = GgufTokenizer(odd, "llama")
+                json.dumps(tokenizer.files())
+                tokenizer.tokenizer.to_str()
