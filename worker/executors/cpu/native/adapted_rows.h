@@ -20,11 +20,13 @@ template <class W> void Decoder<W>::begin_adapters() {
   has_adapted = step.adapter_of;
   std::fill(adapted_sites.begin(), adapted_sites.end(), 0);
   long most = 0;
-  for (int i = 0; step.adapter_of && i < step.num_adapters; i++)
+  if (has_adapted) adapted.resize((size_t)m.num_sites * step.num_adapters);
+  for (int i = 0; has_adapted && i < step.num_adapters; i++)
     for (int site = 1; site <= m.num_sites; site++) {
-      const NativeAdapted& adapted = step.adapters[i].linears[site - 1];
-      if (adapted.ranks) adapted_sites[site] = 1;
-      most = std::max(most, (long)adapted.ranks * slices_of_site[site]);
+      const NativeAdapted& here = step.adapters[i].linears[site - 1];
+      adapted[(site - 1) * step.num_adapters + i] = here;
+      if (here.ranks) adapted_sites[site] = 1;
+      most = std::max(most, (long)here.ranks * slices_of_site[site]);
     }
   if (!most) return;
   if (most > inner_of_rows.stride) inner_of_rows = Buffer<float>(m.max_rows, most);
@@ -37,25 +39,23 @@ template <class W> void Decoder<W>::begin_adapters() {
 template <class W>
 bool Decoder<W>::prepare_added(Thread& t, const NativeLinear& linear, Rows in, int num_rows, AddedRows& added) {
   const bool is_narrow = t.residual == wanted_x.data || linear.site == m.head.site;
+  t.own.added_runs.first = -1;
   added = {is_narrow ? wanted_adapters.data() : step.adapter_of,
            is_narrow ? wanted_order.data() : row_order.data(),
-           step.adapters,
+           adapted.data() + (long)(linear.site - 1) * step.num_adapters,
            inner_of_rows.data,
            inner_of_rows.stride,
-           linear.site};
-  const long length = (long)linear.slice_tiles * K_TILE;
-  const int share = num_rows / (8 * threads), each = num_rows < 8 * threads ? 1 : std::max(1, share / 4) * 4;
-  return holdfast::tasks(t.run, (num_rows + each - 1) / each, [&](int task) {
-    added.together(task * each, std::min(num_rows, (task + 1) * each),
-                   [&](auto together, const NativeAdapted& adapted, const int* rows) {
-                     const int R = decltype(together)::value;
-                     const Input* from[R];
-                     float* to[R];
-                     for (int r = 0; r < R; r++)
-                       from[r] = in.data + rows[r] * in.stride, to[r] = inner_of_rows.row(rows[r]);
-                     inner_of<R, W>(adapted, from, linear.slices, length, t.own.widened_rows, to);
-                   });
+           &t.own.added_runs,
+           &turns};
+  const CutRows<W> rows = {in.data, in.stride, linear.slices, (long)linear.slice_tiles * K_TILE};
+  const int share = num_rows / (4 * threads), each = share < 4 ? std::max(1, share) : share / 8 * 4 + 4;
+  const bool done = holdfast::tasks(t.run, (num_rows + each - 1) / each, [&](int task) {
+    if (task == 0) turns.clear();
+    for (int row = task * each, end = std::min(num_rows, row + each); row < end; row += ROWS_TOGETHER)
+      inner_of<W>(added, rows, row, std::min(end, row + ROWS_TOGETHER));
   });
+  t.own.added_runs.first = -1;
+  return done;
 }
 
 // Adds to the embedding of row r, whose token has a place on this rank: the column of A at the place is scale A x of an x

@@ -3,131 +3,134 @@
 // A row's inner numbers, scale A x, are one phase before the product; they are of each slice of the inputs apart, and what
 // they add goes into that slice's sum, before slices are added as a tree: so ranks that hold whole slices give the same
 // bits together. Of a slice the products with A are eight sums over every eighth input, added as a binary tree, and those
-// with B are one sum over ranks in ascending order. A row's numbers depend on nothing but the row and its adapter: rows with
-// the same adapter are taken together, up to four, only so that its numbers are read once for them.
+// with B are one sum over ranks in ascending order. A row's numbers depend on nothing but the row and its adapter.
 #pragma once
 #include <algorithm>
 #include <type_traits>
 #include <vector>
 
-#include "decoder.h"
+#include "added_rows.h"
 #include "linear.h"
-#include "rows.h"
 
 namespace {
 
-enum { A_SUMS = 8, ROWS_TOGETHER = 4, AHEAD_BYTES = 2048 };
+// `PIECE_INPUTS`: of a row, before another row's turn comes: so the memory of as many adapters is read at the same time,
+// which is faster than one after the other.
+enum { A_SUMS = 8, PIECE_INPUTS = 64, AHEAD_BYTES = 2048 };
 
-// Of a product: which adapter each row has, and the inner numbers of all rows. Null pointers: no row has one.
-struct AddedRows {
-  const int* adapter_of = nullptr;  // [rows]; -1: none
-  const int* order = nullptr;       // [rows] rows: those of each `BLOCK_ROWS` by their adapter
-  const NativeAdapter* adapters = nullptr;
-  const float* inner = nullptr;  // [rows][stride]: [slices][ranks] each
-  long stride = 0;
-  int site = 0;  // of the linear
-
-  const NativeAdapted* of(int row) const {
-    const int adapter = adapter_of[row];
-    if (adapter < 0) return nullptr;
-    const NativeAdapted& adapted = adapters[adapter].linears[site - 1];
-    return adapted.ranks ? &adapted : nullptr;
-  }
-  // Calls `fn(R, adapted, rows)` for the rows at places [first, end) of the order, R of them with the same adapter at a time.
-  template <class Fn> void together(int first, int end, Fn&& fn) const {
-    for (int i = first; i < end;) {
-      int alike = 1;
-      while (alike < ROWS_TOGETHER && i + alike < end && adapter_of[order[i + alike]] == adapter_of[order[i]]) alike++;
-      const NativeAdapted* adapted = of(order[i]);
-      if (!adapted) i += alike;
-      else if (alike == ROWS_TOGETHER) fn(std::integral_constant<int, 4>(), *adapted, order + i), i += 4;
-      else if (alike >= 2) fn(std::integral_constant<int, 2>(), *adapted, order + i), i += 2;
-      else fn(std::integral_constant<int, 1>(), *adapted, order + i), i++;
-    }
-  }
-};
-
-inline void order_by_adapter(const int* adapter_of, int num_rows, int* order) {
-  for (int first = 0; first < num_rows; first += BLOCK_ROWS) {
-    const int end = std::min(num_rows, first + BLOCK_ROWS);
-    for (int r = first; r < end; r++) order[r] = r;
-    std::stable_sort(order + first, order + end, [&](int a, int b) { return adapter_of[a] < adapter_of[b]; });
-  }
-}
-
-// out [R][ranks] = scale A x, of one slice of rows x [R][length], length a multiple of 32. A: [ranks / 16][all inputs][16].
-// Some of the eight sums at a time, so that those of all rows are in registers.
+// sums [R][eight] += A [count][16] times inputs x [R][count], a multiple of 32. Some of the eight sums at a time, so that
+// those of all rows are in registers.
 template <int R, class W>
-void inner_numbers(const NativeAdapted& adapted, const float* const* x, long first, long length, long all_inputs,
-                   float* const* out) {
+NATIVE_INLINE void add_inputs(const W* a, const typename InputOf<W>::Type* const* x, long count,
+                              Lanes (*sums)[A_SUMS]) {
   const int AT_A_TIME = R == 4 ? A_SUMS / 2 : A_SUMS;
-  for (int j = 0; j < adapted.ranks; j += 16) {
-    const W* a = (const W*)adapted.a + (j * all_inputs + first * 16);
-    Lanes sums[R][A_SUMS];
-    for (int from = 0; from < A_SUMS; from += AT_A_TIME) {
-      Lanes some[R][AT_A_TIME];
+  alignas(64) float inputs[R][PIECE_INPUTS];
+  for (int r = 0; r < R; r++)
+    for (long k = 0; k < count; k += 16) store(inputs[r] + k, load(x[r] + k));
+  for (int from = 0; from < A_SUMS; from += AT_A_TIME) {
+    Lanes some[R][AT_A_TIME];
+    NATIVE_UNROLL
+    for (int r = 0; r < R; r++) NATIVE_UNROLL
+    for (int s = 0; s < AT_A_TIME; s++) some[r][s] = sums[r][from + s];
+    for (long k = from; k < count; k += A_SUMS) {
       NATIVE_UNROLL
-      for (int r = 0; r < R; r++) NATIVE_UNROLL
-      for (int s = 0; s < AT_A_TIME; s++) some[r][s] = zero();
-      for (long k = from; k < length; k += A_SUMS) {
+      for (int s = 0; s < AT_A_TIME; s++) {
+        if (s * sizeof(W) % 4 == 0) _mm_prefetch((const char*)(a + (k + s) * 16) + AHEAD_BYTES, _MM_HINT_T0);
+        const Lanes numbers = load(a + (k + s) * 16);
         NATIVE_UNROLL
-        for (int s = 0; s < AT_A_TIME; s++) {
-          if (s * sizeof(W) % 4 == 0) _mm_prefetch((const char*)(a + (k + s) * 16) + AHEAD_BYTES, _MM_HINT_T0);
-          const Lanes numbers = load(a + (k + s) * 16);
-          NATIVE_UNROLL
-          for (int r = 0; r < R; r++) some[r][s] = fma(numbers, all(x[r][k + s]), some[r][s]);
-        }
+        for (int r = 0; r < R; r++) some[r][s] = fma(numbers, all(inputs[r][k + s]), some[r][s]);
       }
-      NATIVE_UNROLL
-      for (int r = 0; r < R; r++) NATIVE_UNROLL
-      for (int s = 0; s < AT_A_TIME; s++) sums[r][from + s] = some[r][s];
     }
     NATIVE_UNROLL
-    for (int r = 0; r < R; r++) {
-      NATIVE_UNROLL
-      for (int apart = 1; apart < A_SUMS; apart *= 2) NATIVE_UNROLL
-      for (int s = 0; s < A_SUMS; s += 2 * apart) sums[r][s] = sums[r][s] + sums[r][s + apart];
-      store(out[r] + j, sums[r][0] * load(adapted.scales + j));
-    }
+    for (int r = 0; r < R; r++) NATIVE_UNROLL
+    for (int s = 0; s < AT_A_TIME; s++) sums[r][from + s] = some[r][s];
   }
 }
 
-// As `inner_numbers`, of all slices of rows of a linear's inputs; `room`: memory of the thread.
-template <int R, class W>
-void inner_of(const NativeAdapted& adapted, const typename InputOf<W>::Type* const* rows, int slices, long length,
-              std::vector<float>& room, float* const* out) {
-  for (int i = 0; i < AHEAD_BYTES; i += 64) _mm_prefetch((const char*)adapted.a + i, _MM_HINT_T0);
-  if (room.size() < size_t(R * length)) room.resize(R * length);
-  for (int s = 0; s < slices; s++) {
-    const float* x[R];
-    float* to[R];
-    for (int r = 0; r < R; r++) {
-      const auto* from = rows[r] + s * length;
-      if constexpr (std::is_same<typename InputOf<W>::Type, float>::value) {
-        x[r] = from;
-      } else {
-        x[r] = room.data() + r * length;
-        for (long k = 0; k < length; k += 16) store(room.data() + r * length + k, load(from + k));
-      }
-      to[r] = out[r] + s * adapted.ranks;
-    }
-    inner_numbers<R, W>(adapted, x, s * length, length, slices * length, to);
-  }
+// The eight sums, added.
+NATIVE_INLINE Lanes sum_of_eight(const Lanes* sums) {
+  Lanes each[A_SUMS];
+  NATIVE_UNROLL
+  for (int s = 0; s < A_SUMS; s++) each[s] = sums[s];
+  NATIVE_UNROLL
+  for (int apart = 1; apart < A_SUMS; apart *= 2) NATIVE_UNROLL
+  for (int s = 0; s < A_SUMS; s += 2 * apart) each[s] = each[s] + each[s + apart];
+  return each[0];
 }
 
-// Adds to sums [R][16 N] what the ranks of N spans add, as many in each: `spans` are of neighbouring outputs.
-template <int R, int N, class W>
+// Rows of a linear's inputs, and how they are cut.
+template <class W> struct CutRows {
+  const typename InputOf<W>::Type* data;
+  long stride;
+  int slices;
+  long length;  // of a slice, a multiple of 32
+};
+
+// The inner numbers of 16 ranks, from `rank` on, of runs that are up to four rows: of one slice.
+template <class W>
+void inner_numbers(const AddedRows& added, const std::vector<AddedRun>& runs, const CutRows<W>& in, int slice,
+                   int rank) {
+  Lanes sums[ROWS_TOGETHER][A_SUMS];
+  for (auto& of_row : sums)
+    for (auto& sum : of_row) sum = zero();
+  const long first = slice * in.length, before = rank * (in.slices * in.length) + first * 16;
+  for (long k = 0; k < in.length; k += PIECE_INPUTS) {
+    Lanes(*of_run)[A_SUMS] = sums;
+    for (const AddedRun& run : runs) {
+      if (rank < run.adapted.ranks)
+        with_count(run.count, [&](auto count) {
+          const typename InputOf<W>::Type* x[count()];
+          for (int r = 0; r < count(); r++) x[r] = in.data + run.rows[r] * in.stride + first + k;
+          add_inputs<count(), W>((const W*)run.adapted.a + before + k * 16, x,
+                                 std::min<long>(PIECE_INPUTS, in.length - k), of_run);
+        });
+      of_run += run.count;
+    }
+  }
+  const Lanes(*of_row)[A_SUMS] = sums;
+  for (const AddedRun& run : runs)
+    for (int r = 0; r < run.count; r++, of_row++)
+      if (rank < run.adapted.ranks)
+        store(added.inner + run.rows[r] * added.stride + slice * run.adapted.ranks + rank,
+              sum_of_eight(*of_row) * load(run.adapted.scales + rank));
+}
+
+// scale A x, of all slices of the rows at up to four places of the order from `place` on.
+template <class W> void inner_of(const AddedRows& added, const CutRows<W>& in, int place, int end) {
+  int most = 0;
+  const std::vector<AddedRun>& runs = added.runs_of(place, end);
+  for (const AddedRun& run : runs) {
+    for (int i = 0; i < AHEAD_BYTES; i += 64) _mm_prefetch((const char*)run.adapted.a + i, _MM_HINT_T0);
+    _mm_prefetch((const char*)run.adapted.scales, _MM_HINT_T0);
+    most = std::max(most, run.adapted.ranks);
+  }
+  for (int slice = 0; slice < in.slices; slice++)
+    for (int rank = 0; rank < most; rank += 16) inner_numbers<W>(added, runs, in, slice, rank);
+}
+
+// Adds to sums [R][16 N] what the ranks of N spans add, as many in each: `spans` are of neighbouring outputs, and `ALIKE`
+// neighbours have the same ranks.
+template <int R, int N, int ALIKE, class W>
 NATIVE_INLINE void add_spans(const W* numbers, const NativeSpan* spans, const float* const* inner, float* const* sums) {
   const int count = spans[0].end - spans[0].first;
+  const W* b[N];
   Lanes sum[R][N];
+  NATIVE_UNROLL
+  for (int c = 0; c < N; c++) b[c] = numbers + spans[c].place;
   NATIVE_UNROLL
   for (int r = 0; r < R; r++) NATIVE_UNROLL
   for (int c = 0; c < N; c++) sum[r][c] = zero();
   for (int j = 0; j < count; j++) NATIVE_UNROLL
-  for (int c = 0; c < N; c++) {
-    const Lanes b = load(numbers + spans[c].place + j * 16);
+  for (int alike = 0; alike < N; alike += ALIKE) {
+    Lanes of_rank[R];
     NATIVE_UNROLL
-    for (int r = 0; r < R; r++) sum[r][c] = fma(b, all(inner[r][spans[c].first + j]), sum[r][c]);
+    for (int r = 0; r < R; r++) of_rank[r] = all(inner[r][spans[alike].first + j]);
+    NATIVE_UNROLL
+    for (int c = alike; c < alike + ALIKE; c++) {
+      const Lanes some = load(b[c] + j * 16);
+      NATIVE_UNROLL
+      for (int r = 0; r < R; r++) sum[r][c] = fma(some, of_rank[r], sum[r][c]);
+    }
   }
   NATIVE_UNROLL
   for (int r = 0; r < R; r++) NATIVE_UNROLL
@@ -135,50 +138,62 @@ NATIVE_INLINE void add_spans(const W* numbers, const NativeSpan* spans, const fl
     if (count) store(sums[r] + c * 16, load(sums[r] + c * 16) + sum[r][c]);
 }
 
+// How many neighbours of a group's spans have the same ranks: all, each two, or 1; 0: not even their number is the same.
+inline int alike_spans(const NativeSpan* spans) {
+  const int N = GROUP / 16;
+  for (int c = 1; c < N; c++)
+    if (spans[c].end - spans[c].first != spans[0].end - spans[0].first) return 0;
+  if (spans[0].first != spans[1].first || spans[2].first != spans[3].first) return 1;
+  return spans[0].first == spans[2].first ? N : 2;
+}
+
 // Adds to sums [count][64] of one group what the adapters of rows `first` onwards add in one slice.
 template <class W> void add_adapted(const AddedRows& added, int first, int group, int slice, int count, float* sums) {
-  added.together(first, first + count, [&](auto rows_together, const NativeAdapted& adapted, const int* rows) {
-    const int R = decltype(rows_together)::value, N = GROUP / 16;
-    const NativeSpan* spans = adapted.spans + group * N;
-    const float* inner[R];
-    float* to[R];
-    for (int r = 0; r < R; r++) {
-      inner[r] = added.inner + rows[r] * added.stride + (long)slice * adapted.ranks;
-      to[r] = sums + (rows[r] - first) * GROUP;
-    }
-    bool are_alike = true;
-    for (int c = 1; c < N; c++) are_alike &= spans[c].end - spans[c].first == spans[0].end - spans[0].first;
-    if (are_alike) return add_spans<R, N, W>((const W*)adapted.b, spans, inner, to);
-    for (int c = 0; c < N; c++) {
-      add_spans<R, 1, W>((const W*)adapted.b, spans + c, inner, to);
-      for (int r = 0; r < R; r++) to[r] += 16;
-    }
-  });
+  const int N = GROUP / 16;
+  const NativeSpan* last = nullptr;
+  int alike = 0;
+  for (const AddedRun& run : added.runs_of(first, first + count)) {
+    const NativeSpan* spans = run.adapted.spans + group * N;
+    if (spans != last) last = spans, alike = alike_spans(spans);
+    with_count(run.count, [&](auto rows_together) {
+      const int R = rows_together();
+      const float* inner[R];
+      float* to[R];
+      for (int r = 0; r < R; r++) {
+        inner[r] = added.inner + run.rows[r] * added.stride + (long)slice * run.adapted.ranks;
+        to[r] = sums + (run.rows[r] - first) * GROUP;
+      }
+      const W* b = (const W*)run.adapted.b;
+      if (alike == N) return add_spans<R, N, N>(b, spans, inner, to);
+      if (alike == 2) return add_spans<R, N, 2>(b, spans, inner, to);
+      for (int c = 0; c < N; c++) {
+        add_spans<R, 1, 1>(b, spans + c, inner, to);
+        for (int r = 0; r < R; r++) to[r] += 16;
+      }
+    });
+  }
 }
 
 // Puts aside what `add_adapted` will read of a group.
 template <class W> void fetch_adapted(const AddedRows& added, int first, int group, int count, Aside& aside) {
-  const NativeAdapted* last = nullptr;
-  added.together(first, first + count, [&](auto, const NativeAdapted& adapted, const int*) {
-    if (&adapted == last) return;
-    last = &adapted;
-    const NativeSpan *spans = adapted.spans + group * (GROUP / 16), &end = spans[GROUP / 16 - 1];
+  const void* last = nullptr;
+  for (const AddedRun& run : added.runs_of(first, first + count)) {
+    if (run.adapted.b == last) continue;
+    last = run.adapted.b;
+    const NativeSpan *spans = run.adapted.spans + group * (GROUP / 16), &end = spans[GROUP / 16 - 1];
     _mm_prefetch((const char*)(spans + GROUP / 16), _MM_HINT_T0);
-    aside.add((const W*)adapted.b + spans->place,
-              (end.place - spans->place + (end.end - end.first) * 16) * (long)sizeof(W));
-  });
+    aside.add((const W*)last + spans->place, (end.place - spans->place + (end.end - end.first) * 16) * (long)sizeof(W));
+  }
 }
 
 // out [groups * 64] = scale B A x of one row, with the same products as in a step; slices are added one after the other.
 template <class W>
 void added_alone(const NativeAdapted& adapted, const void* row, int slices, long length, int groups, float* out) {
-  std::vector<float> room, inner((size_t)slices * adapted.ranks);
-  const auto* rows = (const typename InputOf<W>::Type*)row;
-  float* to = inner.data();
-  inner_of<1, W>(adapted, &rows, slices, length, room, &to);
+  std::vector<float> inner((size_t)slices * adapted.ranks);
   const int none = 0;
-  const NativeAdapter adapter = {&adapted};
-  const AddedRows added = {&none, &none, &adapter, to, 0, 1};
+  AddedRuns runs;
+  const AddedRows added = {&none, &none, &adapted, inner.data(), 0, &runs};
+  inner_of<W>(added, {(const typename InputOf<W>::Type*)row, 0, slices, length}, 0, 1);
   std::fill(out, out + groups * GROUP, 0.0f);
   for (int g = 0; g < groups; g++)
     for (int s = 0; s < slices; s++) add_adapted<W>(added, 0, g, s, 1, out + g * GROUP);

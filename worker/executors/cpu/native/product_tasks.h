@@ -36,17 +36,26 @@ void put_aside(Scratch& own, const AddedRows& added, int first_row, int count, i
     if (g >= 0) fetch_adapted<W>(added, first_row, g, count, *own.aside);
 }
 
-// Which run of groups a task is. With adapters each thread has neighbouring runs, if all are as fast: of a run each
-// adapter has little, so that what one thread reads would else alternate with what the other does.
-struct RunOrder {
-  int runs, threads;
-  bool is_apart;
-  int run_of(int task) const {
-    if (!is_apart) return task % runs;
-    const int thread = task % threads;
-    return thread * (runs / threads) + std::min(thread, runs % threads) + task / threads;
-  }
+// Which run of groups a task takes, which of its thread's it is (0: the first), and the one that its thread likely takes next,
+// or -1.
+struct RunTaken {
+  int run, number, next;
 };
+
+// With adapters each thread has neighbouring runs: of a run each adapter has little, so that what one thread reads would else
+// alternate with what the other does; and what it has fetched for the next one is then in its own cache. A thread without
+// any left takes another's.
+inline RunTaken run_of(const AddedRows* added, int thread, int threads, int task, int runs, int num_tasks) {
+  if (added && num_tasks == runs) {
+    for (int i = 0; i < threads; i++) {
+      const int of = (thread + i) % threads, first = of * (runs / threads) + std::min(of, runs % threads);
+      const int count = runs / threads + (of < runs % threads), number = added->turns->take(of, count);
+      if (number < count) return {first + number, i ? 0 : number, !i && number + 1 < count ? first + number + 1 : -1};
+    }
+  }
+  const int later = task + threads;  // if all are as fast
+  return {task % runs, task / threads, later < num_tasks ? later % runs : -1};
+}
 
 // Many rows as units of a weight's inputs, by all threads, once for all tasks of a product.
 template <class T>
@@ -67,18 +76,16 @@ bool product_tasks(holdfast::Run& run, int threads, const Packed<W>& w, int begi
   const int chunk = rows_per_task(w, num_rows), chunks = (num_rows + chunk - 1) / chunk;
   const int each = groups_per_task(w, last - begin, num_rows, chunks, threads), runs = (last - begin + each - 1) / each;
   const int num_tasks = chunks * runs;
-  const RunOrder order = {runs, threads, added && chunks == 1};
   return holdfast::tasks(run, num_tasks, [&](int task) {
     Scratch& own = scratch();
     int first_row = task / runs * chunk, count = std::min(chunk, num_rows - first_row);
-    int group = begin + order.run_of(task) * each, later = task + threads;
-    int next =
-        later < num_tasks ? begin + order.run_of(later) * each : -1;  // of this thread's next task, if all are as fast
+    const RunTaken taken = run_of(added, run.tid, threads, task, runs, num_tasks);
+    const int group = begin + taken.run * each, next = taken.next < 0 ? -1 : begin + taken.next * each;
     const InputRows<W> input = units ? rows_in_units<W>(units + (long)first_row * w.k_tiles(), count)
                                      : input_rows<W>(own, w, rows + first_row * stride, stride, count, call);
     for (int g = group, end = std::min(group + each, last); g < end; g++) {
       const int after = g + 1 < end ? g + 1 : next;
-      if (added) put_aside<W>(own, *added, first_row, count, task < threads && g == group ? g : -1, after);
+      if (added) put_aside<W>(own, *added, first_row, count, taken.number || g > group ? -1 : g, after);
       product(own, w, g, input, own.sums, after, [&](int slice, float* sums) {
         if (added) add_adapted<W>(*added, first_row, g, slice, count, sums);
       });

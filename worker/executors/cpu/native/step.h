@@ -24,7 +24,8 @@ template <class W> class Decoder {
   typedef holdfast::Exchange Exchange;
 
  public:
-  Decoder(const NativeModel& model, int num_threads) : m(model), threads(num_threads), attention(num_threads) {
+  Decoder(const NativeModel& model, int num_threads)
+      : m(model), threads(num_threads), attention(num_threads), turns(num_threads) {
     StepSizes sizes;
     int heads = 0;
     for (int i = 0; i < m.num_layers; i++) {
@@ -155,7 +156,8 @@ template <class W> class Decoder {
     Buffer<float> head;
     long calls = 0;
     Exchange::Waiter peers{SPIN_FOR_PEERS, SPIN_FOR_PEERS};
-    std::vector<float> of_experts, widened_rows;  // the latter of `inner_of`
+    std::vector<float> of_experts;
+    AddedRuns added_runs;
     float* expert_sums(long count) { return of_experts.assign(count, 0.0f), of_experts.data(); }
     Local(int hidden, const LatentSizes& latents) : normed(OWN_NORM_ROWS, hidden), head(2, MAX_HEAD) {
       if (!latents.weighed && !latents.query_rows) return;
@@ -407,7 +409,9 @@ template <class W> class Decoder {
   int units_of_row = 0;
   Buffer<int> group_at;
   std::vector<int> choices, first_of, order, slices_of_site, wanted_adapters, row_order, wanted_order;
-  std::vector<char> adapted_sites;  // of this step
+  std::vector<char> adapted_sites;     // of this step
+  std::vector<NativeAdapted> adapted;  // [sites][adapters], of this step
+  Turns turns;
   std::vector<float> weights, shared_weights;
   std::vector<int> kind_of, positions[2];   // positions: of rows, and of wanted rows
   std::vector<AttentionKind> wanted_kinds;  // as those of `attention`, of layers that see the wanted rows alone
