@@ -262,7 +262,7 @@ void compact_product(Scratch& scratch, const Packed<Bf16>& w, int group, const I
     CompactRun run = compact_run(w, group, half, first, end, next_group);
     if (scratch.aside) run.aside = scratch.aside, run.aside_lines = scratch.aside->share(2 * w.k_tiles());
     float* out = sums + half * PANEL;
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || !defined(NATIVE_PAIRS)
     if (in.factors && in.count <= most_in_registers<F>) {
       compact_rows<F>(in.factors, in.factor_stride, in.count, run, out, GROUP);
       continue;
