@@ -207,6 +207,43 @@ __attribute__((noinline)) void add_compact(const float* rows, long stride, const
     for (int c = 0; c < 4; c++) wide_store(out + r * out_stride + c * WIDTH, totals[c][r]);
 }
 
+// Gives the numbers of tile `i` whose high bytes have no place theirs, in a tile of float32.
+inline void add_rare_widened(const CompactPanel& panel, int i, float* out) {
+  for (int n = panel.starts()[i]; n < panel.starts()[i + 1]; n++) {
+    const Rare rare = panel.rare()[n];
+    ((uint8_t*)(out + rare.at / 32 * 32 + rare.at % 2 * 16 + rare.at % 32 / 2))[3] = (uint8_t)rare.high;
+  }
+}
+
+// Both tiles of k tiles [first, first + count) of a panel, in float32 as `widen_tile` leaves them. `AHEAD`: bytes by which
+// they are fetched, or 0.
+template <int AHEAD> NATIVE_INLINE void widen_compact(const CompactPanel& panel, int first, int count, float* out) {
+  const HighBytes high_bytes(panel);
+  const Bytes lower = bytes_all(0x0f);
+  for (int i = 2 * first; i < 2 * (first + count); i++, out += TILE) {
+    const uint8_t* block = panel.tile(i);
+    float* to = out;
+    for (int b = 0; b < TILE_BLOCKS; b++, block += BLOCK_BYTES, to += 2 * BLOCK) {
+      if (AHEAD) fetch_block(block + AHEAD);
+#pragma GCC unroll 2
+      for (int p = 0; p < BLOCK; p += BYTES)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+          const Bytes both = bytes_load(block + p);
+          Bytes words[2];
+          read_half(high_bytes, block + (1 + half) * BLOCK + p, half ? upper_halves(both, lower) : bytes_and(both, lower),
+                    words);
+#pragma GCC unroll 2
+          for (int pair = 0; pair < 2; pair++) {
+            float* inputs = to + half * BLOCK + pair * 32 + p / BYTES * WIDTH;
+            wide_store(inputs, even_of(words[pair])), wide_store(inputs + 16, odd_of(words[pair]));
+          }
+        }
+    }
+    if (__builtin_expect(has_rare(panel, i), 0)) add_rare_widened(panel, i, out);
+  }
+}
+
 template <class F, int R = 1>
 void compact_rows(const float* rows, long stride, int count, const CompactRun& run, float* out, long out_stride) {
   if (count == R) add_compact<R>(rows, stride, run, out, out_stride);
