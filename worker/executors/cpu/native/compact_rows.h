@@ -9,7 +9,9 @@ namespace {
 
 // Up to so many of factors of a kind; and how many k tiles weights are fetched ahead, for these rows and for more.
 template <class F>
-constexpr int most_in_registers = FactorOf<Bf16>::AS_THEY_LIE ? (WIDTH < 16 ? 0 : 5) : WIDTH < 16 ? FEW_ROWS : 8;
+constexpr int most_in_registers = FactorOf<Bf16>::AS_THEY_LIE ? (WIDTH < 16 ? 0 : 5)
+                                  : WIDTH < 16                ? FEW_ROWS
+                                                              : 8;
 enum { TILES_AHEAD = 6 };
 
 #ifdef __AVX512F__
@@ -199,8 +201,7 @@ __attribute__((noinline)) void add_compact(const float* rows, long stride, const
       continue;
     }
 #pragma GCC unroll 4
-    for (int c = 0; c < 4; c += C)
-      add_compact_tile<R, C>(row, stride, run.at(k), c, later, high_bytes, totals + c);
+    for (int c = 0; c < 4; c += C) add_compact_tile<R, C>(row, stride, run.at(k), c, later, high_bytes, totals + c);
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
@@ -231,8 +232,8 @@ template <int AHEAD> NATIVE_INLINE void widen_compact(const CompactPanel& panel,
         for (int half = 0; half < 2; half++) {
           const Bytes both = bytes_load(block + p);
           Bytes words[2];
-          read_half(high_bytes, block + (1 + half) * BLOCK + p, half ? upper_halves(both, lower) : bytes_and(both, lower),
-                    words);
+          read_half(high_bytes, block + (1 + half) * BLOCK + p,
+                    half ? upper_halves(both, lower) : bytes_and(both, lower), words);
 #pragma GCC unroll 2
           for (int pair = 0; pair < 2; pair++) {
             float* inputs = to + half * BLOCK + pair * 32 + p / BYTES * WIDTH;

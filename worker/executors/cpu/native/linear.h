@@ -44,8 +44,14 @@ template <class W> struct Packed {
     const UnitForm form = panels ? form_of(panels[i].units) : units;
     const uint8_t* panel = panels ? (const uint8_t*)panels[i].first : (const uint8_t*)tiles + i * panel_bytes;
     const uint8_t* factors = panel + (long)k_tiles() * form.unit_bytes();
-    return {panel + (long)first * form.unit_bytes(), count, form, UNITS_AHEAD_BYTES, factors, form.before + first,
-            nullptr, 0};
+    return {panel + (long)first * form.unit_bytes(),
+            count,
+            form,
+            UNITS_AHEAD_BYTES,
+            factors,
+            form.before + first,
+            nullptr,
+            0};
   }
 };
 
@@ -245,8 +251,8 @@ template <class F> void compact_pieces(Scratch& scratch, const InputRows<Bf16>& 
 #if !defined(__AVX512F__) && !defined(NATIVE_PAIRS)
     if (in.factors) {
       (from > run.first ? widen_compact<0> : widen_compact<FAR_BYTES>)(run.panel, from, tiles, scratch.widened);
-      add_factors<false>(in.factors + (long)from * K_TILE, in.factor_stride, in.count, (const float*)scratch.widened, tiles,
-                         out, from > run.first, run.later(from, piece), tiles * (long)BOTH_TILES);
+      add_factors<false>(in.factors + (long)from * K_TILE, in.factor_stride, in.count, (const float*)scratch.widened,
+                         tiles, out, from > run.first, run.later(from, piece), tiles * (long)BOTH_TILES);
       continue;
     }
 #endif
