@@ -198,6 +198,20 @@ def test_products_have_the_bits_of_those_with_whole_weights(name, shape, std, nu
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 33])
+def test_rare_numbers_are_multiplied_too(name, rows):
+    """Of a weight with as many common high bytes as there are places, so that others are rare."""
+    exponents = np.random.default_rng(rows).integers(112, 128, (64, 320))
+    exponents[::16, rows::31] = 40
+    weight = torch.from_numpy(words_of(exponents, rows).view(np.int16)).view(BF16)
+    x = linear(BF16, rows, 320, 1)[0]
+    library = library_or_skip(name)
+    compact = Product(library, weight, 2, compacts=True)
+    assert compact.native.panel_bytes > 0
+    assert same_bits(Product(library, weight, 2)(x), compact(x))
+
+
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_answers_the_same(name, tied):
     layout = layout_of("llama", BF16, (("tie_word_embeddings", tied),))
