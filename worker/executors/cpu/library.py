@@ -49,10 +49,10 @@ _FLAGS_OF: Final = {
 }
 
 
-COMPACT_CLASSES: Final = frozenset({"avx512bf16", "avx512"})
+COMPACT_CLASSES: Final = frozenset({"avx512bf16", "avx512", "avx2"})
 """Instruction classes that keep bfloat16 compact: where reading it was measured to cost less than it saves."""
 
-CODED_CLASSES: Final = COMPACT_CLASSES | {"avx2"}
+CODED_CLASSES: Final = COMPACT_CLASSES
 """The same of E4M3, which they keep as codes."""
 
 

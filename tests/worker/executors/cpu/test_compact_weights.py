@@ -175,7 +175,7 @@ def test_normal_weights_take_three_quarters(compactor):
 
 
 SHAPES = st.tuples(
-    st.one_of(st.integers(1, 40), st.sampled_from([64, 255, 257])),  # rows
+    st.one_of(st.integers(1, 3), st.integers(4, 40), st.sampled_from([64, 255, 257])),  # rows
     st.integers(1, 400),  # inputs of a slice
     st.integers(1, 150),  # outputs
     st.sampled_from([1, 2, 4]),  # slices
@@ -195,6 +195,20 @@ def test_products_have_the_bits_of_those_with_whole_weights(name, shape, std, nu
     compact = Product(library, weight, slices, compacts=True)
     assert compact.native.panel_bytes > 0
     assert same_bits(Product(library, weight, slices)(x), compact(x))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 33])
+def test_rare_numbers_are_multiplied_too(name, rows):
+    """Of a weight with as many common high bytes as there are places, so that others are rare."""
+    exponents = np.random.default_rng(rows).integers(112, 128, (64, 320))
+    exponents[::16, rows::31] = 40
+    weight = torch.from_numpy(words_of(exponents, rows).view(np.int16)).view(BF16)
+    x = linear(BF16, rows, 320, 1)[0]
+    library = library_or_skip(name)
+    compact = Product(library, weight, 2, compacts=True)
+    assert compact.native.panel_bytes > 0
+    assert same_bits(Product(library, weight, 2)(x), compact(x))
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -88,7 +88,7 @@ __attribute__((noinline)) void add_coded(const F* rows, long stride, const Coded
       for (int r = 0; r < R; r++) even[r] = odd[r] = wide_zero();
 #pragma GCC unroll 8
       for (int step = 0; step < LINES_OF_TILE / 2; step++, tile += 2 * LINE_OF_TILE) {
-        _mm_prefetch((const char*)tile + PREFETCH_BYTES, _MM_HINT_T0);
+        _mm_prefetch((const char*)tile + FAR_BYTES, _MM_HINT_T0);
         const Bytes words[2] = {code_words(tile, own, 0), code_words(tile + LINE_OF_TILE, own, 0)};
         add_step<F, R>(rows + k * Factors<F>::PER_TILE, stride, step, words, even, odd);
       }
@@ -136,7 +136,7 @@ __attribute__((noinline)) void add_coded(const float* rows, long stride, const C
       for (int r = 0; r < R; r++) even[r] = odd[r] = wide_zero();
 #pragma GCC unroll 4
       for (int step = 0; step < LINES_OF_TILE; step++, line += LINE_OF_TILE) {
-        if (c % 2 == 0 && step % 2 == 0) _mm_prefetch((const char*)line + PREFETCH_BYTES, _MM_HINT_T0);
+        if (c % 2 == 0 && step % 2 == 0) _mm_prefetch((const char*)line + FAR_BYTES, _MM_HINT_T0);
         Wide e, o;
         code_numbers(line, scales, e, o);
 #pragma GCC unroll 4

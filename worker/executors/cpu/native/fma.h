@@ -12,8 +12,7 @@
 namespace {
 
 enum { PANEL = 32, GROUP = 64 };
-// How far ahead weights are fetched that stream past rows: as codes or by the tile unit, and as numbers, by which a core
-// outruns the memory.
+// How far ahead weights are fetched that stream past rows: by the tile unit, and in all other ways.
 const int PREFETCH_BYTES = 2048, FAR_BYTES = 8192;
 // Rows that share a load of weights: with two registers of columns they fill the registers that there are.
 enum { FMA_ROWS = WIDTH == 16 ? 8 : 6, FMA_SOME = 4, FMA_COLUMNS = 2 };

@@ -243,13 +243,12 @@ NATIVE_INLINE Wide kept_in_bf16(Wide x) {
   return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32((int)0xffff0000)));
 }
 NATIVE_INLINE Wide wide_fma(Wide a, Wide b, Wide c) { return _mm256_fmadd_ps(a, b, c); }
-NATIVE_INLINE Wide even_of(const Bf16* p) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16));
+NATIVE_INLINE Wide even_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+NATIVE_INLINE Wide odd_of(__m256i pairs) {
+  return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000)));
 }
-NATIVE_INLINE Wide odd_of(const Bf16* p) {
-  __m256i both = _mm256_loadu_si256((const __m256i*)p);
-  return _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(0xffff0000)));
-}
+NATIVE_INLINE Wide even_of(const Bf16* p) { return even_of(_mm256_loadu_si256((const __m256i*)p)); }
+NATIVE_INLINE Wide odd_of(const Bf16* p) { return odd_of(_mm256_loadu_si256((const __m256i*)p)); }
 #ifdef NATIVE_PAIRS  // as where the machine has an instruction for two products, for tests
 typedef __m256i WidePairs;
 NATIVE_INLINE WidePairs pairs_load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }

@@ -44,7 +44,14 @@ template <class W> struct Packed {
     const UnitForm form = panels ? form_of(panels[i].units) : units;
     const uint8_t* panel = panels ? (const uint8_t*)panels[i].first : (const uint8_t*)tiles + i * panel_bytes;
     const uint8_t* factors = panel + (long)k_tiles() * form.unit_bytes();
-    return {panel + (long)first * form.unit_bytes(), count, form, UNITS_AHEAD_BYTES, factors, form.before + first};
+    return {panel + (long)first * form.unit_bytes(),
+            count,
+            form,
+            UNITS_AHEAD_BYTES,
+            factors,
+            form.before + first,
+            nullptr,
+            0};
   }
 };
 
@@ -241,6 +248,14 @@ template <class F> void compact_pieces(Scratch& scratch, const InputRows<Bf16>& 
   for (int from = run.first; from < run.end; from += piece) {
     const int tiles = std::min(run.end - from, piece);
     if (run.aside_lines) run.aside->some(tiles * run.aside_lines);
+#if !defined(__AVX512F__) && !defined(NATIVE_PAIRS)
+    if (in.factors) {
+      (from > run.first ? widen_compact<0> : widen_compact<FAR_BYTES>)(run.panel, from, tiles, scratch.widened);
+      add_factors<false>(in.factors + (long)from * K_TILE, in.factor_stride, in.count, (const float*)scratch.widened,
+                         tiles, out, from > run.first, run.later(from, piece), tiles * (long)BOTH_TILES);
+      continue;
+    }
+#endif
     if (in.factors && from > run.first) read_tiles<0>(run.panel, from * 2, tiles * 2, scratch.read);
     else read_tiles<FAR_BYTES>(run.panel, from * 2, tiles * 2, scratch.read);
 #ifdef NATIVE_TILES
@@ -262,7 +277,7 @@ void compact_product(Scratch& scratch, const Packed<Bf16>& w, int group, const I
     CompactRun run = compact_run(w, group, half, first, end, next_group);
     if (scratch.aside) run.aside = scratch.aside, run.aside_lines = scratch.aside->share(2 * w.k_tiles());
     float* out = sums + half * PANEL;
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || !defined(NATIVE_PAIRS)
     if (in.factors && in.count <= most_in_registers<F>) {
       compact_rows<F>(in.factors, in.factor_stride, in.count, run, out, GROUP);
       continue;
@@ -324,10 +339,24 @@ NATIVE_INLINE void add_to(float* sums, const float* others, int count) {
   for (int i = 0; i < count; i += 16) store(sums + i, load(sums + i) + load(others + i));
 }
 
+// A slice of one panel of a group, `half` 0 or 1, and what this thread likely multiplies then.
 template <class W>
-void slice_of_units(const Packed<W>& w, int group, const RowUnit* rows, int count, int first, float* sums) {
+NATIVE_INLINE UnitPanel units_of_slice(const Packed<W>& w, int group, int half, int first, int next_group) {
+  UnitPanel panel = w.unit_panel(2 * group + half, first, w.slice_tiles);
+  const int end = first + w.slice_tiles;
+  UnitPanel next = half == 0           ? w.unit_panel(2 * group + 1, first, w.slice_tiles)
+                   : end < w.k_tiles() ? w.unit_panel(2 * group, end, w.slice_tiles)
+                   : next_group >= 0   ? w.unit_panel(2 * next_group, 0, w.slice_tiles)
+                                       : UnitPanel{};
+  panel.next = next.first, panel.next_bytes = (long)next.count * next.form.unit_bytes();
+  return panel;
+}
+
+template <class W>
+void slice_of_units(const Packed<W>& w, int group, const RowUnit* rows, int count, int first, float* sums,
+                    int next_group) {
   for (int half = 0; half < 2; half++)
-    unit_products(rows, w.k_tiles(), count, w.unit_panel(2 * group + half, first, w.slice_tiles), sums + half * PANEL,
+    unit_products(rows, w.k_tiles(), count, units_of_slice(w, group, half, first, next_group), sums + half * PANEL,
                   GROUP);
 }
 
@@ -335,7 +364,7 @@ template <class W>
 void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, int slice, float* sums,
                    int next_group = -1) {
   int first = slice * w.slice_tiles, end = first + w.slice_tiles;
-  if (w.units.is_there()) return slice_of_units(w, group, in.units + first, in.count, first, sums);
+  if (w.units.is_there()) return slice_of_units(w, group, in.units + first, in.count, first, sums, next_group);
   if constexpr (std::is_same<W, Bf16>::value)
     if (w.code_run) return coded_product<typename InputRows<W>::Factor>(scratch, w, group, in, first, end, sums);
   if constexpr (std::is_same<W, Bf16>::value)

@@ -10,6 +10,11 @@ enum {
   UNIT_ROWS = 4
 };  // of a block of many rows: registers, rows
 
+// How often blocks of so many rows pass a panel.
+NATIVE_INLINE int passes_of(int count) {
+  return UNIT_OUTPUTS / (UNIT_COLUMNS * WIDTH) * ((count + UNIT_ROWS - 1) / UNIT_ROWS);
+}
+
 NATIVE_INLINE Wide wide_scales(const uint8_t* p, int type, int output) {
   if (type == NATIVE_HALF_SCALES) return wide_halves(p + 2 * output);
   return type == NATIVE_BFLOAT_SCALES ? wide_bfloats(p + 2 * output) : wide_load((const float*)p + output);

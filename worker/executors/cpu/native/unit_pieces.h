@@ -10,7 +10,7 @@
 #ifndef NATIVE_VNNI
 namespace {
 
-enum { PIECE_ROWS = 6 };  // from so many on
+template <int BITS> constexpr int piece_rows_of = BITS == 8 ? 16 : 6;  // from so many rows on
 
 template <int BITS> constexpr bool in_words = BITS > 5;
 
@@ -61,19 +61,8 @@ NATIVE_INLINE void unpack_words(Whole (*to)[UNIT_COLUMNS], const CodeLine<BITS>&
   }
 }
 
-// What is unpacked when the rows have taken this piece: a unit's other outputs, or the panel behind.
-template <int BITS> NATIVE_INLINE void fetch_next(const PiecePlace& at, int unit) {
-  const int half_bytes = BITS * CODE_LINE, from = at.output / 16 * half_bytes;
-  const bool is_last = at.output + UNIT_COLUMNS * WIDTH == UNIT_OUTPUTS;
-  const uint8_t* now = at.first + (long)unit * at.step;
-  const uint8_t* next = now + (is_last ? (long)at.panel.count * at.step : from + half_bytes);
-  for (int i = 0; i < half_bytes; i += CODE_LINE) _mm_prefetch((const char*)next + i, _MM_HINT_T1);
-  for (int i = 2 * half_bytes; i < at.step && is_last; i += CODE_LINE) _mm_prefetch((const char*)next + i, _MM_HINT_T1);
-}
-
 template <int BITS, int OFFSET> void unpack(const PiecePlace& at, Piece<BITS>& piece) {
   for (int u = 0; u < at.count; u++) {
-    if (at.panel.ahead) fetch_next<BITS>(at, u);
     for (int c = 0; c < UNIT_COLUMNS; c++) {
       const UnitCodes<BITS> codes = at.codes<BITS>(u, c);
       const UnitFactors<OFFSET> w = at.factors<OFFSET>(u, c);
@@ -119,10 +108,11 @@ NATIVE_INLINE void sum_unit(const Whole (*codes)[UNIT_COLUMNS], const RowUnit* x
 // The whole sums of a piece's units for R rows, from `x` on.
 template <int BITS, int OFFSET, int R> struct PieceSums {
   Whole sums[Piece<BITS>::UNITS][R][UNIT_COLUMNS];
-  NATIVE_INLINE_MEMBER void fill(const Piece<BITS>& piece, int count, const RowUnit* x, long stride) {
+  NATIVE_INLINE_MEMBER void fill(const Piece<BITS>& piece, int count, const RowUnit* x, long stride, Coming& coming) {
     uint16_t far[Piece<BITS>::UNITS * R + 1];  // the last one is written and not kept
     int num_far = 0;
     for (int u = 0; u < count; u++) {
+      coming.some();
       sum_unit<BITS, OFFSET, R>(piece.codes[u], x + u, stride, sums[u]);
 #pragma GCC unroll 4
       for (int r = 0; r < R && !in_words<BITS>; r++)
@@ -141,10 +131,10 @@ template <int BITS, int OFFSET, int R> struct PieceSums {
 // out [R][two registers] += rows [R] times a piece; or =, of a panel's first one.
 template <int BITS, int OFFSET, int R>
 __attribute__((noinline)) void piece_block(const PiecePlace& at, const Piece<BITS>& piece, const RowUnit* x,
-                                           long stride, float* out, long out_stride) {
+                                           long stride, float* out, long out_stride, Coming& coming) {
   const bool has_own_zero = !in_words<BITS> && OFFSET == NATIVE_ZERO_POINTS;
   PieceSums<BITS, OFFSET, R> block;
-  block.fill(piece, at.count, x, stride);
+  block.fill(piece, at.count, x, stride, coming);
   Wide total[R][UNIT_COLUMNS];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++)
@@ -170,9 +160,10 @@ __attribute__((noinline)) void piece_block(const PiecePlace& at, const Piece<BIT
 
 template <int BITS, int OFFSET, int R>
 NATIVE_INLINE int piece_blocks(int row, int count, const PiecePlace& at, const Piece<BITS>& piece, const RowUnit* rows,
-                               long stride, float* out, long out_stride) {
+                               long stride, float* out, long out_stride, Coming& coming) {
   for (; count - row >= R; row += R)
-    piece_block<BITS, OFFSET, R>(at, piece, rows + row * stride + at.begin, stride, out + row * out_stride, out_stride);
+    piece_block<BITS, OFFSET, R>(at, piece, rows + row * stride + at.begin, stride, out + row * out_stride, out_stride,
+                                 coming);
   return row;
 }
 
@@ -181,14 +172,15 @@ template <int BITS, int OFFSET>
 void piece_rows(const RowUnit* rows, long stride, int count, const UnitPanel& panel, float* out, long out_stride) {
   Piece<BITS> piece;
   const int units = Piece<BITS>::UNITS;
+  Coming coming(panel, passes_of(count));
   for (int output = 0; output < UNIT_OUTPUTS; output += UNIT_COLUMNS * WIDTH)
     for (int begin = 0; begin < panel.count; begin += units) {
       const PiecePlace at(panel, begin, units, output);
       float* to = out + output;
       unpack<BITS, OFFSET>(at, piece);
-      int row = piece_blocks<BITS, OFFSET, UNIT_ROWS>(0, count, at, piece, rows, stride, to, out_stride);
-      row = piece_blocks<BITS, OFFSET, 2>(row, count, at, piece, rows, stride, to, out_stride);
-      piece_blocks<BITS, OFFSET, 1>(row, count, at, piece, rows, stride, to, out_stride);
+      int row = piece_blocks<BITS, OFFSET, UNIT_ROWS>(0, count, at, piece, rows, stride, to, out_stride, coming);
+      row = piece_blocks<BITS, OFFSET, 2>(row, count, at, piece, rows, stride, to, out_stride, coming);
+      piece_blocks<BITS, OFFSET, 1>(row, count, at, piece, rows, stride, to, out_stride, coming);
     }
 }
 

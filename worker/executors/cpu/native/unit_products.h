@@ -8,7 +8,8 @@
 namespace {
 
 enum { MANY_FAR = 4 };  // of 64 units
-const int UNITS_AHEAD_BYTES = 3072;
+// How far ahead few rows fetch codes, and from how many on rows fetch what comes next instead, all along their products.
+enum { UNITS_AHEAD_BYTES = 8192, COMING_ROWS = IN_WHOLE_BYTES ? UNIT_ROWS : 2 };
 
 template <int BITS, int OFFSET, bool HAS_FAR>
 NATIVE_INLINE Wide joined(Wide total, const UnitSum<BITS>& sum, const UnitCodes<BITS>& codes,
@@ -52,7 +53,7 @@ NATIVE_INLINE bool have_many_far(const RowUnit* rows, long stride, int count, in
 // out [R][C registers, from `output` on] = rows [R] times the units of a panel.
 template <int BITS, int OFFSET, int R, int C, bool ALL_FAR = false>
 __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, const UnitPanel& panel, int output,
-                                          float* out, long out_stride) {
+                                          float* out, long out_stride, Coming* coming = nullptr) {
   const int lines = BITS == 8 ? 8 : 4, half_bytes = BITS * CODE_LINE, step = panel.form.unit_bytes();
   const UnitForm form = panel.form;
   const int ahead = panel.ahead;
@@ -74,6 +75,7 @@ __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, cons
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) sums[r][c].begin_far(codes[c].far(rows[r * stride].line), rows[r * stride].far);
     }
+    if (coming) coming->some();
 #pragma GCC unroll 8
     for (int i = 0; i < lines; i++)
 #pragma GCC unroll 4
@@ -108,10 +110,10 @@ __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, cons
 // Of as many rows as there are.
 template <int BITS, int OFFSET, int R, int C, bool ALL_FAR = false>
 int unit_blocks(int row, int count, const RowUnit* rows, long stride, UnitPanel& panel, int output, float* out,
-                long out_stride) {
+                long out_stride, Coming* coming) {
   for (; count - row >= R; row += R, panel.ahead = 0)
     unit_block<BITS, OFFSET, R, C, ALL_FAR>(rows + row * stride, stride, panel, output, out + row * out_stride,
-                                            out_stride);
+                                            out_stride, coming);
   return row;
 }
 
@@ -119,19 +121,21 @@ template <int BITS, int OFFSET>
 void unit_rows(const RowUnit* rows, long stride, int count, UnitPanel panel, float* out, long out_stride) {
   if (count == 1) return unit_block<BITS, OFFSET, 1, UNIT_REGISTERS>(rows, stride, panel, 0, out, out_stride);
 #ifndef NATIVE_VNNI
-  if (count >= PIECE_ROWS) return piece_rows<BITS, OFFSET>(rows, stride, count, panel, out, out_stride);
+  if (count >= piece_rows_of<BITS>) return piece_rows<BITS, OFFSET>(rows, stride, count, panel, out, out_stride);
 #endif
-  const int ahead = panel.ahead;
+  Coming coming(panel, passes_of(count));
+  Coming* fetched = count >= COMING_ROWS ? &coming : nullptr;
+  const int ahead = fetched ? 0 : panel.ahead;
   const bool all_far = begins_far<BITS> && count >= UNIT_ROWS && have_many_far(rows, stride, count, panel.count);
   for (int output = 0; output < UNIT_OUTPUTS; output += UNIT_COLUMNS * WIDTH) {
     float* to = out + output;
     panel.ahead = ahead;  // the first rows fetch what all of them take
     auto* blocks = all_far ? unit_blocks<BITS, OFFSET, UNIT_ROWS, UNIT_COLUMNS, begins_far<BITS>>
                            : unit_blocks<BITS, OFFSET, UNIT_ROWS, UNIT_COLUMNS, false>;
-    int row = blocks(0, count, rows, stride, panel, output, to, out_stride);
-    row = unit_blocks<BITS, OFFSET, 3, UNIT_COLUMNS>(row, count, rows, stride, panel, output, to, out_stride);
-    row = unit_blocks<BITS, OFFSET, 2, UNIT_COLUMNS>(row, count, rows, stride, panel, output, to, out_stride);
-    unit_blocks<BITS, OFFSET, 1, UNIT_COLUMNS>(row, count, rows, stride, panel, output, to, out_stride);
+    int row = blocks(0, count, rows, stride, panel, output, to, out_stride, fetched);
+    row = unit_blocks<BITS, OFFSET, 3, UNIT_COLUMNS>(row, count, rows, stride, panel, output, to, out_stride, fetched);
+    row = unit_blocks<BITS, OFFSET, 2, UNIT_COLUMNS>(row, count, rows, stride, panel, output, to, out_stride, fetched);
+    unit_blocks<BITS, OFFSET, 1, UNIT_COLUMNS>(row, count, rows, stride, panel, output, to, out_stride, fetched);
   }
 }
 

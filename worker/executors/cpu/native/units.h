@@ -76,8 +76,22 @@ struct UnitPanel {
   int ahead;               // bytes by which they are fetched, or 0
   const uint8_t* factors;  // of all units of the panel, if they have common ones
   int place;               // of the first unit, from that of the panel's first factors on
+  const uint8_t* next;     // units that are multiplied then, and their bytes; or null
+  long next_bytes;
   NATIVE_INLINE_MEMBER const uint8_t* factors_of(int unit) const {
     return factors + (place + unit) / UNITS_TOGETHER * form.factor_bytes();
+  }
+};
+
+// What is multiplied next: some lines of it are fetched into the second cache with each unit that rows take.
+struct Coming {
+  const uint8_t *at, *end;
+  long lines;
+  // While the rows pass a panel so many times.
+  NATIVE_INLINE_MEMBER Coming(const UnitPanel& panel, long passes)
+      : at(panel.next), end(panel.next + panel.next_bytes), lines(panel.next_bytes / 64 / (passes * panel.count) + 1) {}
+  NATIVE_INLINE_MEMBER void some() {
+    for (long i = 0; i < lines && at < end; i++, at += 64) _mm_prefetch((const char*)at, _MM_HINT_T1);
   }
 };
 
