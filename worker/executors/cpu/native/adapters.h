@@ -14,13 +14,13 @@
 
 namespace {
 
-// `PIECE_INPUTS`: of a row, before another row's turn comes: so the memory of as many adapters is read at the same time,
-// which is faster than one after the other.
-// `RUNS_AHEAD`: of B, whose lines a processor forgets some of when many are asked for, runs that are asked for once more.
+// `PIECE_INPUTS`: of a row, before another row's turn comes: so the memory of as many adapters is read at the same
+// time, which is faster than one after the other. `RUNS_AHEAD`: of B, whose lines a processor forgets some of when many
+// are asked for, runs that are asked for once more.
 enum { A_SUMS = 8, PIECE_INPUTS = 64, AHEAD_BYTES = 2048, RUNS_AHEAD = 6 };
 
-// sums [R][eight] += A [count][16] times inputs x [R][count], a multiple of 32. Some of the eight sums at a time, so that
-// those of all rows are in registers.
+// sums [R][eight] += A [count][16] times inputs x [R][count], a multiple of 32. Some of the eight sums at a time, so
+// that those of all rows are in registers.
 template <int R, class W>
 NATIVE_INLINE void add_inputs(const W* a, const typename InputOf<W>::Type* const* x, long count,
                               Lanes (*sums)[A_SUMS]) {
@@ -109,8 +109,8 @@ template <class W> void inner_of(const AddedRows& added, const CutRows<W>& in, i
     for (int rank = 0; rank < most; rank += 16) inner_numbers<W>(added, runs, in, slice, rank);
 }
 
-// Adds to sums [R][16 N] what the ranks of N spans add, as many in each: `spans` are of neighbouring outputs, and `ALIKE`
-// neighbours have the same ranks.
+// Adds to sums [R][16 N] what the ranks of N spans add, as many in each: `spans` are of neighbouring outputs, and
+// `ALIKE` neighbours have the same ranks.
 template <int R, int N, int ALIKE, class W>
 NATIVE_INLINE void add_spans(const W* numbers, const NativeSpan* spans, const float* const* inner, float* const* sums) {
   const int count = spans[0].end - spans[0].first;
@@ -139,7 +139,8 @@ NATIVE_INLINE void add_spans(const W* numbers, const NativeSpan* spans, const fl
     if (count) store(sums[r] + c * 16, load(sums[r] + c * 16) + sum[r][c]);
 }
 
-// How many neighbours of a group's spans have the same ranks: all, each two, or 1; 0: not even their number is the same.
+// How many neighbours of a group's spans have the same ranks: all, each two, or 1; 0: not even their number is the
+// same.
 inline int alike_spans(const NativeSpan* spans) {
   const int N = GROUP / 16;
   for (int c = 1; c < N; c++)

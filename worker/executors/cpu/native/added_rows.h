@@ -1,5 +1,6 @@
-// Which rows of a product have which adapter, and the memory of what an adapter adds to a linear. Rows with the same adapter
-// are taken together, up to four, only so that its numbers are read once for them. What is computed stands in `adapters.h`.
+// Which rows of a product have which adapter, and the memory of what an adapter adds to a linear. Rows with the same
+// adapter are taken together, up to four, only so that its numbers are read once for them. What is computed stands in
+// `adapters.h`.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -33,8 +34,8 @@ struct AddedRuns {
   std::vector<AddedRun> list;
 };
 
-// Which runs of groups of a product are taken (`product_tasks.h`): each thread takes its own from the first one on, and then
-// the last ones of others, whose next one stays theirs.
+// Which runs of groups of a product are taken (`product_tasks.h`): each thread takes its own from the first one on, and
+// then the last ones of others, whose next one stays theirs.
 class Turns {
  public:
   explicit Turns(int threads) : taken(threads) {}
