@@ -14,12 +14,13 @@
 
 namespace {
 
-// `PIECE_INPUTS`: of a row, before another row's turn comes: so the memory of as many adapters is read at the same time,
-// which is faster than one after the other.
-enum { A_SUMS = 8, PIECE_INPUTS = 64, AHEAD_BYTES = 2048 };
+// `PIECE_INPUTS`: of a row, before another row's turn comes: so the memory of as many adapters is read at the same
+// time, which is faster than one after the other. `RUNS_AHEAD`: of B, whose lines a processor forgets some of when many
+// are asked for, runs that are asked for once more.
+enum { A_SUMS = 8, PIECE_INPUTS = 64, AHEAD_BYTES = 2048, RUNS_AHEAD = 6 };
 
-// sums [R][eight] += A [count][16] times inputs x [R][count], a multiple of 32. Some of the eight sums at a time, so that
-// those of all rows are in registers.
+// sums [R][eight] += A [count][16] times inputs x [R][count], a multiple of 32. Some of the eight sums at a time, so
+// that those of all rows are in registers.
 template <int R, class W>
 NATIVE_INLINE void add_inputs(const W* a, const typename InputOf<W>::Type* const* x, long count,
                               Lanes (*sums)[A_SUMS]) {
@@ -108,8 +109,8 @@ template <class W> void inner_of(const AddedRows& added, const CutRows<W>& in, i
     for (int rank = 0; rank < most; rank += 16) inner_numbers<W>(added, runs, in, slice, rank);
 }
 
-// Adds to sums [R][16 N] what the ranks of N spans add, as many in each: `spans` are of neighbouring outputs, and `ALIKE`
-// neighbours have the same ranks.
+// Adds to sums [R][16 N] what the ranks of N spans add, as many in each: `spans` are of neighbouring outputs, and
+// `ALIKE` neighbours have the same ranks.
 template <int R, int N, int ALIKE, class W>
 NATIVE_INLINE void add_spans(const W* numbers, const NativeSpan* spans, const float* const* inner, float* const* sums) {
   const int count = spans[0].end - spans[0].first;
@@ -138,7 +139,8 @@ NATIVE_INLINE void add_spans(const W* numbers, const NativeSpan* spans, const fl
     if (count) store(sums[r] + c * 16, load(sums[r] + c * 16) + sum[r][c]);
 }
 
-// How many neighbours of a group's spans have the same ranks: all, each two, or 1; 0: not even their number is the same.
+// How many neighbours of a group's spans have the same ranks: all, each two, or 1; 0: not even their number is the
+// same.
 inline int alike_spans(const NativeSpan* spans) {
   const int N = GROUP / 16;
   for (int c = 1; c < N; c++)
@@ -147,29 +149,51 @@ inline int alike_spans(const NativeSpan* spans) {
   return spans[0].first == spans[2].first ? N : 2;
 }
 
+// What a run has of B for one group.
+template <class W> struct GroupOfB {
+  const char* first;
+  long bytes;
+  GroupOfB(const AddedRun& run, int group) {
+    const NativeSpan *spans = run.adapted.spans + group * (GROUP / 16), &end = spans[GROUP / 16 - 1];
+    first = (const char*)((const W*)run.adapted.b + spans->place);
+    bytes = (end.place - spans->place + (end.end - end.first) * 16) * (long)sizeof(W);
+  }
+};
+
+// Adds to sums [R][64] of one group what a run adds in one slice; `alike` as `alike_spans` says.
+template <int R, class W>
+NATIVE_INLINE void add_run(const AddedRows& added, const AddedRun& run, const NativeSpan* spans, int alike, int slice,
+                           float* const* sums) {
+  const int N = GROUP / 16;
+  const W* b = (const W*)run.adapted.b;
+  const float* inner[R];
+  float* to[R];
+  for (int r = 0; r < R; r++)
+    inner[r] = added.inner + run.rows[r] * added.stride + (long)slice * run.adapted.ranks, to[r] = sums[r];
+  if (alike == N) return add_spans<R, N, N>(b, spans, inner, to);
+  if (alike == 2) return add_spans<R, N, 2>(b, spans, inner, to);
+  for (int c = 0; c < N; c++) {
+    add_spans<R, 1, 1>(b, spans + c, inner, to);
+    for (int r = 0; r < R; r++) to[r] += 16;
+  }
+}
+
 // Adds to sums [count][64] of one group what the adapters of rows `first` onwards add in one slice.
 template <class W> void add_adapted(const AddedRows& added, int first, int group, int slice, int count, float* sums) {
-  const int N = GROUP / 16;
+  const std::vector<AddedRun>& runs = added.runs_of(first, first + count);
   const NativeSpan* last = nullptr;
   int alike = 0;
-  for (const AddedRun& run : added.runs_of(first, first + count)) {
-    const NativeSpan* spans = run.adapted.spans + group * N;
+  for (size_t i = 0; i < runs.size(); i++) {
+    if (i + RUNS_AHEAD < runs.size()) {
+      const GroupOfB<W> later(runs[i + RUNS_AHEAD], group);
+      for (long line = 0; line < later.bytes; line += 64) _mm_prefetch(later.first + line, _MM_HINT_T0);
+    }
+    const NativeSpan* spans = runs[i].adapted.spans + group * (GROUP / 16);
     if (spans != last) last = spans, alike = alike_spans(spans);
-    with_count(run.count, [&](auto rows_together) {
-      const int R = rows_together();
-      const float* inner[R];
-      float* to[R];
-      for (int r = 0; r < R; r++) {
-        inner[r] = added.inner + run.rows[r] * added.stride + (long)slice * run.adapted.ranks;
-        to[r] = sums + (run.rows[r] - first) * GROUP;
-      }
-      const W* b = (const W*)run.adapted.b;
-      if (alike == N) return add_spans<R, N, N>(b, spans, inner, to);
-      if (alike == 2) return add_spans<R, N, 2>(b, spans, inner, to);
-      for (int c = 0; c < N; c++) {
-        add_spans<R, 1, 1>(b, spans + c, inner, to);
-        for (int r = 0; r < R; r++) to[r] += 16;
-      }
+    with_count(runs[i].count, [&](auto rows_together) {
+      float* to[rows_together()];
+      for (int r = 0; r < rows_together(); r++) to[r] = sums + (runs[i].rows[r] - first) * GROUP;
+      add_run<rows_together(), W>(added, runs[i], spans, alike, slice, to);
     });
   }
 }
@@ -180,9 +204,9 @@ template <class W> void fetch_adapted(const AddedRows& added, int first, int gro
   for (const AddedRun& run : added.runs_of(first, first + count)) {
     if (run.adapted.b == last) continue;
     last = run.adapted.b;
-    const NativeSpan *spans = run.adapted.spans + group * (GROUP / 16), &end = spans[GROUP / 16 - 1];
-    _mm_prefetch((const char*)(spans + GROUP / 16), _MM_HINT_T0);
-    aside.add((const W*)last + spans->place, (end.place - spans->place + (end.end - end.first) * 16) * (long)sizeof(W));
+    _mm_prefetch((const char*)(run.adapted.spans + (group + 1) * (GROUP / 16)), _MM_HINT_T0);
+    const GroupOfB<W> whole(run, group);
+    aside.add(whole.first, whole.bytes);
   }
 }
 

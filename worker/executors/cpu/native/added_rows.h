@@ -1,8 +1,10 @@
-// Which rows of a product have which adapter, and the memory of what an adapter adds to a linear. Rows with the same adapter
-// are taken together, up to four, only so that its numbers are read once for them. What is computed stands in `adapters.h`.
+// Which rows of a product have which adapter, and the memory of what an adapter adds to a linear. Rows with the same
+// adapter are taken together, up to four, only so that its numbers are read once for them. What is computed stands in
+// `adapters.h`.
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <vector>
 
 #include "decoder.h"
@@ -32,24 +34,30 @@ struct AddedRuns {
   std::vector<AddedRun> list;
 };
 
-// How many of its own runs of groups each thread has taken in a product (`product_tasks.h`).
+// Which runs of groups of a product are taken (`product_tasks.h`): each thread takes its own from the first one on, and
+// then the last ones of others, whose next one stays theirs.
 class Turns {
  public:
   explicit Turns(int threads) : taken(threads) {}
   void clear() {
-    for (Turn& turn : taken) turn.count.store(0, std::memory_order_relaxed);
+    for (Taken& of : taken) of.both.store(0, std::memory_order_relaxed);
   }
-  // The number of the next one of a thread's; `count` or more: it has none left.
-  int take(int thread, int count) {
-    std::atomic<int>& own = taken[thread].count;
-    return own.load(std::memory_order_relaxed) < count ? own.fetch_add(1, std::memory_order_relaxed) : count;
+  // The number of one of the `count` runs of a thread, or -1: none is left.
+  int take(int of, int count, bool is_own) {
+    std::atomic<uint64_t>& both = taken[of].both;
+    for (uint64_t found = both.load(std::memory_order_relaxed);;) {
+      const int first = (int)(uint32_t)found, last = (int)(found >> 32);
+      if (first + last >= count) return -1;
+      const uint64_t after = found + (is_own ? 1 : uint64_t(1) << 32);
+      if (both.compare_exchange_weak(found, after, std::memory_order_relaxed)) return is_own ? first : count - 1 - last;
+    }
   }
 
  private:
-  struct alignas(64) Turn {
-    std::atomic<int> count{0};
+  struct alignas(64) Taken {
+    std::atomic<uint64_t> both{0};  // how many from the first one on, and from the last one on in the upper half
   };
-  std::vector<Turn> taken;
+  std::vector<Taken> taken;
 };
 
 // Of a product: which adapter each row has, and the inner numbers of all rows. Null pointers: no row has one.

@@ -36,22 +36,20 @@ void put_aside(Scratch& own, const AddedRows& added, int first_row, int count, i
     if (g >= 0) fetch_adapted<W>(added, first_row, g, count, *own.aside);
 }
 
-// Which run of groups a task takes, which of its thread's it is (0: the first), and the one that its thread likely takes next,
-// or -1.
+// Which run of groups a task takes, which of its thread's it is (0: the first), and the one that its thread likely
+// takes next, or -1.
 struct RunTaken {
   int run, number, next;
 };
 
-// With adapters each thread has neighbouring runs: of a run each adapter has little, so that what one thread reads would else
-// alternate with what the other does; and what it has fetched for the next one is then in its own cache. A thread without
-// any left takes another's.
+// With adapters each thread has neighbouring runs: of a run each adapter has little, so that what one thread reads
+// would else alternate with what the other does; and what it has fetched for the next one is then in its own cache. A
+// thread without any left takes another's.
 inline RunTaken run_of(const AddedRows* added, int thread, int threads, int task, int runs, int num_tasks) {
-  if (added && num_tasks == runs) {
-    for (int i = 0; i < threads; i++) {
-      const int of = (thread + i) % threads, first = of * (runs / threads) + std::min(of, runs % threads);
-      const int count = runs / threads + (of < runs % threads), number = added->turns->take(of, count);
-      if (number < count) return {first + number, i ? 0 : number, !i && number + 1 < count ? first + number + 1 : -1};
-    }
+  for (int i = 0; added && num_tasks == runs && i < threads; i++) {
+    const int of = (thread + i) % threads, first = of * (runs / threads) + std::min(of, runs % threads);
+    const int count = runs / threads + (of < runs % threads), number = added->turns->take(of, count, i == 0);
+    if (number >= 0) return {first + number, i ? 0 : number, i == 0 && number + 1 < count ? first + number + 1 : -1};
   }
   const int later = task + threads;  // if all are as fast
   return {task % runs, task / threads, later < num_tasks ? later % runs : -1};
