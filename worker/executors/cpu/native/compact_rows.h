@@ -1,6 +1,6 @@
-// Products of few rows with compact weights, which are read into registers and never stored as they were.
-// Only where a register holds 16 outputs. Products of more rows read weights into the first cache (`compact_stream.h`,
-// `linear.h`).
+// Products of few rows with compact weights, which are read into registers and never stored as they were; and pieces of
+// such weights in float32 for more rows, where a register holds 8 outputs. Other products of more rows read weights into
+// the first cache (`compact_stream.h`, `linear.h`).
 #pragma once
 #include "compact.h"
 #include "fma.h"
@@ -114,7 +114,7 @@ void compact_rows(const F* rows, long stride, int count, const CompactRun& run, 
 // Registers of 8 outputs whose sums of even and of odd inputs are in registers at once.
 template <int R> constexpr int outputs_at_once = R == 1 ? 4 : R == 2 ? 2 : 1;
 
-// What 16 inputs' words of two pairs of inputs add to the sums of R rows from input `row` on.
+// What the words of two pairs of inputs add to the sums of R rows, from the first of these inputs on.
 template <int R>
 NATIVE_INLINE void add_pairs_of(const float* row, long stride, const Bytes (&words)[2], Wide* even, Wide* odd) {
 #pragma GCC unroll 2
