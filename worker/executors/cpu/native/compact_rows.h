@@ -1,6 +1,6 @@
 // Products of few rows with compact weights, which are read into registers and never stored as they were; and pieces of
-// such weights in float32 for more rows, where a register holds 8 outputs. Other products of more rows read them into the
-// first cache (`compact_stream.h`, `linear.h`).
+// such weights in float32 for more rows, where a register holds 8 outputs. Other products of more rows read them into
+// the first cache (`compact_stream.h`, `linear.h`).
 #pragma once
 #include "compact.h"
 #include "fma.h"
