@@ -1,6 +1,6 @@
-// Products of few rows with compact weights, which are read into registers and never stored as they were.
-// Only where a register holds 16 outputs. Products of more rows read weights into the first cache (`compact_stream.h`,
-// `linear.h`).
+// Products of few rows with compact weights, which are read into registers and never stored as they were; and pieces of
+// such weights in float32 for more rows, where a register holds 8 outputs. Other products of more rows read them into
+// the first cache (`compact_stream.h`, `linear.h`).
 #pragma once
 #include "compact.h"
 #include "fma.h"
@@ -114,7 +114,7 @@ void compact_rows(const F* rows, long stride, int count, const CompactRun& run, 
 // Registers of 8 outputs whose sums of even and of odd inputs are in registers at once.
 template <int R> constexpr int outputs_at_once = R == 1 ? 4 : R == 2 ? 2 : 1;
 
-// What 16 inputs' words of two pairs of inputs add to the sums of R rows from input `row` on.
+// What the words of two pairs of inputs add to the sums of R rows, from the first of these inputs on.
 template <int R>
 NATIVE_INLINE void add_pairs_of(const float* row, long stride, const Bytes (&words)[2], Wide* even, Wide* odd) {
 #pragma GCC unroll 2
@@ -128,8 +128,8 @@ NATIVE_INLINE void add_pairs_of(const float* row, long stride, const Bytes (&wor
   }
 }
 
-// totals [C][R] += rows [R][32] times C registers of outputs, from the `first`-th on, of a k tile none of whose numbers are
-// rare. `later`: one that is fetched meanwhile.
+// totals [C][R] += rows [R][32] times C registers of outputs, from the `first`-th on, of a k tile without rare numbers.
+// `later`: one that is fetched meanwhile.
 template <int R, int C>
 NATIVE_INLINE void add_compact_tile(const float* row, long stride, const uint8_t* tiles, int first,
                                     const uint8_t* later, const HighBytes& high_bytes, Wide (*totals)[R]) {
@@ -216,8 +216,8 @@ inline void add_rare_widened(const CompactPanel& panel, int i, float* out) {
   }
 }
 
-// Both tiles of k tiles [first, first + count) of a panel, in float32 as `widen_tile` leaves them. `AHEAD`: bytes by which
-// they are fetched, or 0.
+// Both tiles of k tiles [first, first + count) of a panel, in float32 as `widen_tile` leaves them. `AHEAD`: bytes by
+// which they are fetched, or 0.
 template <int AHEAD> NATIVE_INLINE void widen_compact(const CompactPanel& panel, int first, int count, float* out) {
   const HighBytes high_bytes(panel);
   const Bytes lower = bytes_all(0x0f);
