@@ -44,7 +44,7 @@ template <class W> struct Packed {
     const UnitForm form = panels ? form_of(panels[i].units) : units;
     const uint8_t* panel = panels ? (const uint8_t*)panels[i].first : (const uint8_t*)tiles + i * panel_bytes;
     const uint8_t* factors = panel + (long)k_tiles() * form.unit_bytes();
-    return {panel + (long)first * form.unit_bytes(), count, form, UNITS_AHEAD_BYTES, factors, form.before + first};
+    return {panel + (long)first * form.unit_bytes(), count, form, units_ahead(form), factors, form.before + first};
   }
 };
 
