@@ -47,7 +47,7 @@ template <class W> struct Packed {
     return {panel + (long)first * form.unit_bytes(),
             count,
             form,
-            UNITS_AHEAD_BYTES,
+            units_ahead(form),
             factors,
             form.before + first,
             nullptr,

@@ -8,8 +8,10 @@
 namespace {
 
 enum { MANY_FAR = 4 };  // of 64 units
-// How far ahead few rows fetch codes, and from how many on rows fetch what comes next instead, all along their products.
-enum { UNITS_AHEAD_BYTES = 8192, COMING_ROWS = IN_WHOLE_BYTES ? UNIT_ROWS : 2 };
+// From how many on rows fetch what comes next, all along their products; fewer fetch ahead of their use.
+enum { COMING_ROWS = IN_WHOLE_BYTES ? UNIT_ROWS : 2 };
+// By how many bytes: of 8 bits, which VNNI takes whole, more is slower where the memory is.
+NATIVE_INLINE int units_ahead(const UnitForm& form) { return !IN_WHOLE_BYTES ? 8192 : form.bits == 8 ? 3072 : 6144; }
 
 template <int BITS, int OFFSET, bool HAS_FAR>
 NATIVE_INLINE Wide joined(Wide total, const UnitSum<BITS>& sum, const UnitCodes<BITS>& codes,
@@ -55,6 +57,8 @@ template <int BITS, int OFFSET, int R, int C, bool ALL_FAR = false>
 __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, const UnitPanel& panel, int output,
                                           float* out, long out_stride, Coming* coming = nullptr) {
   const int lines = BITS == 8 ? 8 : 4, half_bytes = BITS * CODE_LINE, step = panel.form.unit_bytes();
+  const int parts = BITS == 8 && IN_WHOLE_BYTES ? 1 : 2;  // of a line of codes
+  const int turns = R > 1 ? parts : 1;  // many rows take them in turn: fewer broadcasts wait in registers
   const UnitForm form = panel.form;
   const int ahead = panel.ahead;
   const uint8_t* unit = panel.first;
@@ -69,23 +73,28 @@ __attribute__((noinline)) void unit_block(const RowUnit* rows, long stride, cons
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++)
       codes[c] = UnitCodes<BITS>(unit + (output + c * WIDTH) / 16 * half_bytes + (output + c * WIDTH) % 16 * 4);
-    if constexpr (ALL_FAR) {
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c++)
+    for (int c = 0; c < C; c++)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sums[r][c].begin_far(codes[c].far(rows[r * stride].line), rows[r * stride].far);
-    }
+      for (int r = 0; r < R; r++)
+        if constexpr (ALL_FAR) sums[r][c].begin_far(codes[c], rows[r * stride]);
+        else sums[r][c].begin();
     if (coming) coming->some();
 #pragma GCC unroll 8
     for (int i = 0; i < lines; i++)
+#pragma GCC unroll 2
+      for (int part = 0; part < turns; part++)
 #pragma GCC unroll 4
-      for (int c = 0; c < C; c++) {
-        if (c * WIDTH % 16 == 0 && ahead)
-          _mm_prefetch((const char*)codes[c].first + i * CODE_LINE + ahead, _MM_HINT_T0);
-        const CodeLine<BITS> line = codes[c].line(i);
+        for (int c = 0; c < C; c++) {
+          if (c * WIDTH % 16 == 0 && part == 0 && ahead)
+            _mm_prefetch((const char*)codes[c].first + i * CODE_LINE + ahead, _MM_HINT_T0);
+          const CodeLine<BITS> line = codes[c].line(i);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) sums[r][c].add(i, line, rows[r * stride]);
-      }
+          for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+            for (int upper = part; upper < parts; upper += turns)
+              sums[r][c].add(i, upper, upper ? line.high : line.low, rows[r * stride]);
+        }
     const uint8_t* scales = unit + 2 * half_bytes;
     if (ahead && BITS > 4 && BITS < 8)
       for (int at = 4 * CODE_LINE; at < half_bytes; at += CODE_LINE) {

@@ -31,6 +31,7 @@ NATIVE_INLINE Whole whole_and(Whole a, Whole b) { return _mm512_and_si512(a, b);
 NATIVE_INLINE Whole bits_of(Whole a, int mask) { return _mm512_and_si512(a, _mm512_set1_epi8((char)mask)); }
 NATIVE_INLINE Whole whole_right_by(Whole a, int n) { return _mm512_srlv_epi32(a, whole_all(n)); }
 NATIVE_INLINE Whole whole_left_by(Whole a, int n) { return _mm512_sllv_epi32(a, whole_all(n)); }
+NATIVE_INLINE Whole whole_left_each(Whole a, Whole n) { return _mm512_sllv_epi32(a, n); }
 template <int N> NATIVE_INLINE Whole whole_left(Whole a) { return _mm512_slli_epi32(a, N); }
 template <int N> NATIVE_INLINE Whole words_right(Whole a) { return _mm512_srli_epi16(a, N); }
 template <int N> NATIVE_INLINE Whole words_left(Whole a) { return _mm512_slli_epi16(a, N); }
@@ -63,6 +64,7 @@ NATIVE_INLINE Whole whole_and(Whole a, Whole b) { return _mm256_and_si256(a, b);
 NATIVE_INLINE Whole bits_of(Whole a, int mask) { return _mm256_and_si256(a, _mm256_set1_epi8((char)mask)); }
 NATIVE_INLINE Whole whole_right_by(Whole a, int n) { return _mm256_srlv_epi32(a, whole_all(n)); }
 NATIVE_INLINE Whole whole_left_by(Whole a, int n) { return _mm256_sllv_epi32(a, whole_all(n)); }
+NATIVE_INLINE Whole whole_left_each(Whole a, Whole n) { return _mm256_sllv_epi32(a, n); }
 template <int N> NATIVE_INLINE Whole whole_left(Whole a) { return _mm256_slli_epi32(a, N); }
 template <int N> NATIVE_INLINE Whole words_right(Whole a) { return _mm256_srli_epi16(a, N); }
 template <int N> NATIVE_INLINE Whole words_left(Whole a) { return _mm256_slli_epi16(a, N); }
@@ -156,22 +158,36 @@ template <int BITS> NATIVE_INLINE Whole add_far(Whole sum, Whole codes, const in
   if (BITS == 8) return whole_plus(sum, whole_left<FAR_BITS>(add_four(whole_zero(), codes, four_bytes(q))));
   return add_pairs(sum, code_products(codes, four_bytes(q)), words_all(FAR));
 }
+
+// Which halves of the bytes the codes of 4 bits of a line are, and by what their products are shifted: upper halves are not
+// moved down first. From memory, as broadcasts of what lies there take no instruction of their own.
+const int HALVES_OF_LINE[8] = {0x0f0f0f0f,      0x0f0f0f0f,      0x0f0f0f0f,      0x0f0f0f0f,
+                               (int)0xf0f0f0f0, (int)0xf0f0f0f0, (int)0xf0f0f0f0, (int)0xf0f0f0f0};
+const int SHIFT_OF_LINE[8] = {FAR_BITS,     FAR_BITS,     FAR_BITS,     FAR_BITS,
+                              FAR_BITS - 4, FAR_BITS - 4, FAR_BITS - 4, FAR_BITS - 4};
+
+// FAR times the products of the far line.
+template <int BITS> NATIVE_INLINE Whole far_products(const UnitCodes<BITS>& codes, const RowUnit& x) {
+  if (BITS != 4) return add_far<BITS>(whole_zero(), codes.far(x.line), x.far);
+  const Whole both = whole_load(codes.first + (x.line & 3) * CODE_BYTES);
+  const Whole products =
+      add_four(whole_zero(), whole_and(both, four_bytes(HALVES_OF_LINE + x.line)), four_bytes(x.far));
+  return whole_left_each(products, four_bytes(SHIFT_OF_LINE + x.line));
+}
+
+// In two sums, as each instruction waits for the one before: lower and upper halves, or, of 8 bits, the first and last lines.
 template <int BITS> struct UnitSum {
-  Whole sum = whole_zero();
-  NATIVE_INLINE_MEMBER void begin_far(Whole codes, const int8_t* q) { sum = add_far<BITS>(whole_zero(), codes, q); }
-  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<BITS>& line, const RowUnit& x) {
-    sum = add_four(sum, line.low, four_bytes(x.q + 4 * i));
-    if (BITS != 8) sum = add_four(sum, line.high, four_bytes(x.q + 16 + 4 * i));
+  Whole low, high;
+  NATIVE_INLINE_MEMBER void begin() { low = high = whole_zero(); }
+  NATIVE_INLINE_MEMBER void begin_far(const UnitCodes<BITS>& codes, const RowUnit& x) {
+    low = whole_zero(), high = far_products<BITS>(codes, x);
   }
-  NATIVE_INLINE_MEMBER Whole total() const { return sum; }
-};
-template <> struct UnitSum<6> {  // of halves
-  Whole low = whole_zero(), high = whole_zero();
-  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<6>& line, const RowUnit& x) {
-    low = add_four(low, line.low, four_bytes(x.q + 4 * i));
-    high = add_four(high, line.high, four_bytes(x.q + 16 + 4 * i));
+  NATIVE_INLINE_MEMBER void add(int i, bool is_upper, Whole codes, const RowUnit& x) {
+    Whole& to = is_upper || i >= 4 ? high : low;
+    to = add_four(to, codes, four_bytes(x.q + 16 * is_upper + 4 * i));
   }
-  NATIVE_INLINE_MEMBER Whole first() const { return low; }
+  NATIVE_INLINE_MEMBER Whole total() const { return whole_plus(low, high); }
+  NATIVE_INLINE_MEMBER Whole first() const { return low; }  // of 6 bits, whose halves do not begin with far lines
   NATIVE_INLINE_MEMBER Whole second() const { return high; }
 };
 template <int BITS> constexpr bool begins_far = BITS != 6;
@@ -200,38 +216,38 @@ template <int BITS> NATIVE_INLINE Whole add_far(Whole sum, Whole codes, const in
 }
 template <int BITS> struct UnitSum {
   Whole words;
-  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<BITS>& line, const RowUnit& x) {
-    add_or_begin(i, words, line.low, four_bytes(x.q + 4 * i));
-    add_or_begin(true, words, line.high, four_bytes(x.q + 16 + 4 * i));
+  NATIVE_INLINE_MEMBER void begin() {}
+  NATIVE_INLINE_MEMBER void add(int i, bool is_upper, Whole codes, const RowUnit& x) {
+    add_or_begin(is_upper || i, words, codes, four_bytes(x.q + 16 * is_upper + 4 * i));
   }
   NATIVE_INLINE_MEMBER Whole total() const { return sum_of_pairs(words); }
 };
 template <> struct UnitSum<8> {
   Whole sum;
-  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<8>& line, const RowUnit& x) {
-    add_or_begin_words(i, sum, line.low, four_bytes(x.words + 4 * i));
-    add_or_begin_words(true, sum, line.high, four_bytes(x.words + 4 * i + 2));
+  NATIVE_INLINE_MEMBER void begin() {}
+  NATIVE_INLINE_MEMBER void add(int i, bool is_odd, Whole codes, const RowUnit& x) {
+    add_or_begin_words(is_odd || i, sum, codes, four_bytes(x.words + 4 * i + 2 * is_odd));
   }
   NATIVE_INLINE_MEMBER Whole total() const { return sum; }
 };
 template <> struct UnitSum<5> {
-  Whole words, sum = whole_zero();
-  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<5>& line, const RowUnit& x) {
-    add_or_begin(i % 2, words, line.low, four_bytes(x.q + 4 * i));
-    add_or_begin(true, words, line.high, four_bytes(x.q + 16 + 4 * i));
-    if (i % 2) sum = whole_plus(sum, sum_of_pairs(words));
+  Whole words, sum;
+  NATIVE_INLINE_MEMBER void begin() { sum = whole_zero(); }
+  NATIVE_INLINE_MEMBER void add(int i, bool is_upper, Whole codes, const RowUnit& x) {
+    add_or_begin(is_upper || i % 2, words, codes, four_bytes(x.q + 16 * is_upper + 4 * i));
+    if (is_upper && i % 2) sum = whole_plus(sum, sum_of_pairs(words));
   }
   NATIVE_INLINE_MEMBER Whole total() const { return sum; }
 };
 template <> struct UnitSum<6> {
-  Whole low_words, high_words, low = whole_zero(), high = whole_zero();
-  NATIVE_INLINE_MEMBER void add(int i, const CodeLine<6>& line, const RowUnit& x) {
-    add_or_begin(i % 2, low_words, line.low, four_bytes(x.q + 4 * i));
-    add_or_begin(i % 2, high_words, line.high, four_bytes(x.q + 16 + 4 * i));
-    if (i % 2) low = whole_plus(low, sum_of_pairs(low_words)), high = whole_plus(high, sum_of_pairs(high_words));
+  Whole words[2], sums[2];
+  NATIVE_INLINE_MEMBER void begin() { sums[0] = sums[1] = whole_zero(); }
+  NATIVE_INLINE_MEMBER void add(int i, bool is_upper, Whole codes, const RowUnit& x) {
+    add_or_begin(i % 2, words[is_upper], codes, four_bytes(x.q + 16 * is_upper + 4 * i));
+    if (i % 2) sums[is_upper] = whole_plus(sums[is_upper], sum_of_pairs(words[is_upper]));
   }
-  NATIVE_INLINE_MEMBER Whole first() const { return low; }
-  NATIVE_INLINE_MEMBER Whole second() const { return high; }
+  NATIVE_INLINE_MEMBER Whole first() const { return sums[0]; }
+  NATIVE_INLINE_MEMBER Whole second() const { return sums[1]; }
 };
 #endif
 
