@@ -235,8 +235,8 @@ struct NativeModel {
   int num_layers, num_rotaries, hidden, first_vocab_row, vocab_rows,
       vocab_size;                               // rows: of this rank; the last ranks' may lie beyond the vocabulary
   int max_rows, tensor_parallel_size, kept_as;  // kept_as: see `KeptAs`
-  int sum_parts;  // sums that a half of a layer leaves beside each other: 2 with a mixture beside an MLP, else 1
-  int num_sites;  // linears that adapters may add to, and the embedding
+  int sum_parts;       // sums that a half of a layer leaves beside each other: 2 with a mixture beside an MLP, else 1
+  int num_sites;       // linears that adapters may add to, and the embedding
   int embedding_site;  // number of the embedding among them; 0: none
 };
 
