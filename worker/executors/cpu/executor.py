@@ -125,6 +125,7 @@ class CpuExecutor:
             if self._library.native_decoder_destroy(self._decoder):
                 raise ReplicaError("a step runs: its memory cannot be freed")
             self._decoder = None
+            self.pool.end_use()
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
@@ -235,6 +236,7 @@ class CpuExecutor:
         self._decoder = self._library.native_decoder_create(byref(model), self.packed.dtype, self.pool.handle)
         if not self._decoder:
             raise ReplicaError(f"out of memory for a step of {num_rows} tokens")
+        self.pool.begin_use()
         self._stride = self._library.native_decoder_stride(self._decoder)
 
     def run(self, batch: StepBatch, *, with_logits: bool, inputs: Tensor | None = None) -> HeadOutput:

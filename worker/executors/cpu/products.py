@@ -124,6 +124,7 @@ class LayerAttention:
         )
         if not self._handle:
             raise ReplicaError("out of memory for the attention of a step")
+        pool.begin_use()
         self._num_rows = 0
 
     def begin(self, batch: StepBatch) -> None:
@@ -169,10 +170,11 @@ class LayerAttention:
 
     def close(self) -> None:
         """Frees the library's memory. The cache stays. Raises `ReplicaError` while a step runs, on another thread."""
-        if self._handle and self._pool.handle:
+        if self._handle:
             if self._pool.library.native_attention_destroy(self._handle):
                 raise ReplicaError("a step runs: its memory cannot be freed")
             self._handle = None
+            self._pool.end_use()
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
