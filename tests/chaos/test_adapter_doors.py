@@ -49,7 +49,7 @@ BAD: dict[str, Spoil] = {
     "has a NaN": rewritten(lambda config, tensors: tensors[Q].fill_(torch.nan)),
     "an adapter of another model": rewritten(lambda config, tensors: tensors.update({Q: torch.ones(4, 8)})),
     "has no lora_A": rewritten(lambda config, tensors: tensors.pop(Q)),
-    "is no linear of this model": rewritten(
+    "is no module of this model": rewritten(
         lambda config, tensors: (
             config["target_modules"].append("router"),
             tensors.update({Q.replace("q_proj.lora_A", f"router.lora_{part}"): torch.ones(4, 4) for part in "AB"}),
