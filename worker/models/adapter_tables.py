@@ -13,7 +13,7 @@ from holdfast.worker.models.stated_tensors import Weight, stored_tensors
 
 HEAD_MODULE: Final = "lm_head"
 _ROWS_AT_ONCE: Final = 4096  # rows
-_ROUNDED, _QUANTIZED = 0.02, 0.3
+_ROUNDED, _QUANTIZED = 0.004, 0.3
 """Largest difference between a row and its copy, as a share of the row's norm: of one that was rounded to another type,
 and of a quantized one.
 """

@@ -1,16 +1,23 @@
 """Adapter folders: what is read, and what is refused by name before anything changes."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from holdfast.worker.adapter import Adapter, check_adapter_name
+from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.models.adapter_folder import read_adapter
+from holdfast.worker.models.adapter_tables import OwnTables, differing_row
+from holdfast.worker.models.formats.gguf_folder import hf_folder
+from holdfast.worker.models.stated_config import read_stated_config
 from tests.parity.families import save_tiny_model
 from tests.worker.models.adapter_folders import PREFIX, TABLES, places_of, save_adapter
+from tests.worker.models.formats.gguf_files import SIZES, TURNS, write_model
 
 Q = f"{PREFIX}model.layers.0.self_attn.q_proj"
 
@@ -54,7 +61,7 @@ BAD = {
     },
     "row 5 of lm_head.base_layer.weight is not that of the model": {
         "tables": TABLES,
-        "change": lambda _, tensors: tensors[f"{PREFIX}lm_head.base_layer.weight"][5].mul_(1.1),
+        "change": lambda _, tensors: tensors[f"{PREFIX}lm_head.base_layer.weight"][5].mul_(1.01),
     },
     r"base_layer.weight is \(127, 32\), and the model's weight \(126, 32\)": {
         "tables": TABLES,
@@ -220,6 +227,24 @@ def test_an_adapter_without_effect_is_known(base, tmp_path):
 
     assert not read_adapter("a", str(save_adapter(base, tmp_path / "none", change=without))).has_effect
     assert read_adapter("a", str(save_adapter(base, tmp_path / "some"))).has_effect
+
+
+def test_copies_beside_a_quantized_model(tmp_path):
+    """They are those of the folder that was quantized."""
+    file = write_model("llama", tmp_path, "Q4_0").file
+    made = hf_folder(file, "model")
+    config = read_stated_config(json.loads((made / "config.json").read_text()))
+    tables = OwnTables(ModelConfig(model=str(file)), config, made)
+    for seed, is_own in ((0, True), (1, False)):
+        other = save_tiny_model("llama", tmp_path / f"other{seed}", seed=seed, **SIZES, **TURNS["llama"])
+        copies = load_file(other / "model.safetensors")
+        for name in TABLES:
+            assert (differing_row(tables.of(name), copies[f"{name}.weight"]) is None) is is_own
+
+
+def test_a_tied_head_is_compared_with_the_table(tmp_path):
+    tied = save_tiny_model("llama", tmp_path / "base", tie_word_embeddings=True)
+    assert applied(tied, save_adapter(tied, tmp_path / "adapter", tables=TABLES))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

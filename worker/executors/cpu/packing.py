@@ -114,7 +114,16 @@ class PackedModel(PartPacker):
         self._keeps_codes = keeps_codes and is_bfloat16
         self._rotaries = (NativeRotary * max(1, len(layout.rotaries)))(*map(self._rotary, layout.rotaries))
         self.layers = (NativeLayer * len(layout.layers))(*(self._layer(layer) for layer in layout.layers))
-        self.model = NativeModel(
+        self.model = self._model(layout, head, num_sites=len(places) + 1)
+        self.sites = {place: self.sites[place] for place in places} | {EMBEDDING: _site_of_embedding(layout)}
+        own = [layer.attention for layer in layout.layers if layer.attention and kv_source(layer) is None]
+        self._first_kv_heads = [one.first_kv_head if isinstance(one, Attention) else 0 for one in own]
+        self._arena.finish()
+        self._spent = self._compactor = None
+
+    def _model(self, layout: DecoderLayout, head: NativeLinear | None, *, num_sites: int) -> NativeModel:
+        """`num_sites`: of adapters; the embedding is the last one."""
+        model = NativeModel(
             layers=self.layers,
             rotaries=self._rotaries,
             embedding=None if is_tied(layout) else self._embedding(layout.embedding),
@@ -129,16 +138,12 @@ class PackedModel(PartPacker):
             hidden=layout.hidden_size,
             vocab_rows=len(layout.embedding),
             sum_parts=2 if any(layer.beside for layer in layout.layers) else 1,
-            num_sites=len(places) + 1,
-            embedding_site=len(places) + 1,
+            num_sites=num_sites,
+            embedding_site=num_sites,
         )
         if head is not None:
-            self.model.head.site = 0  # its number is that of the other model
-        self.sites = {place: self.sites[place] for place in places} | {EMBEDDING: _site_of_embedding(layout)}
-        own = [layer.attention for layer in layout.layers if layer.attention and kv_source(layer) is None]
-        self._first_kv_heads = [one.first_kv_head if isinstance(one, Attention) else 0 for one in own]
-        self._arena.finish()
-        self._spent = self._compactor = None
+            model.head.site = 0  # its number is that of the other model
+        return model
 
     def attending(self) -> list[NativeLayer]:
         """The layers with their own keys and values."""

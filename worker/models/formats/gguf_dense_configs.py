@@ -9,6 +9,7 @@ from holdfast.worker.models.formats.gguf_settings import (
     any_layer_has,
     attention_bias,
     biases,
+    granite_scales,
     layer_norm,
     rms,
     sizes,
@@ -33,16 +34,6 @@ def granite(metadata: Metadata) -> dict[str, Any]:
     """Entries of `GraniteConfig`."""
     found = usual_paired(metadata)
     return found | biases(metadata) | granite_scales(metadata, found["head_dim"])
-
-
-def granite_scales(metadata: Metadata, head_dim: int) -> dict[str, Any]:
-    """Factors of Granite's parts."""
-    return {
-        "attention_multiplier": metadata.number("attention.scale", head_dim**-0.5),
-        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
-        "residual_multiplier": metadata.number("residual_scale", 1.0),
-        "logits_scaling": metadata.number("logit_scale", 1.0),
-    }
 
 
 def gemma(metadata: Metadata) -> dict[str, Any]:
@@ -79,14 +70,16 @@ _GEMMA3_PERIOD: Final = 6
 
 def gemma3(metadata: Metadata) -> dict[str, Any]:
     """Entries of `Gemma3TextConfig`."""
-    layers = range(1, metadata.num_layers + 1)
-    return _windowed_gemma(metadata) | {
-        "layer_types": ["sliding_attention" if one % _GEMMA3_PERIOD else "full_attention" for one in layers],
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": _ROTARY_OF_WINDOWS},
-            "full_attention": rope_parameters(metadata),
-        },
-    }
+    return (
+        _windowed_gemma(metadata)
+        | windows(metadata, _GEMMA3_PERIOD)
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": _ROTARY_OF_WINDOWS},
+                "full_attention": rope_parameters(metadata),
+            },
+        }
+    )
 
 
 def phi3(metadata: Metadata) -> dict[str, Any]:

@@ -28,6 +28,12 @@ MIXTRAL: Final = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }
+GRANITE_MOE: Final = {
+    "ffn_gate_inp": "block_sparse_moe.router",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.gate_proj",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.up_proj",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj",
+}
 """Modules of a layer by GGUF's names in a block; `{}` is the number of an expert."""
 
 

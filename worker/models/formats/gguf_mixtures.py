@@ -17,6 +17,7 @@ from holdfast.worker.models.formats.gguf_architecture import (
 from holdfast.worker.models.formats.gguf_changes import row
 from holdfast.worker.models.formats.gguf_dense_configs import ernie, granite, qwen3
 from holdfast.worker.models.formats.gguf_experts import (
+    GRANITE_MOE,
     MIXTRAL,
     QWEN_EXPERTS,
     QWEN_ROUTER,
@@ -33,12 +34,6 @@ from holdfast.worker.models.formats.gguf_metadata import Metadata
 from holdfast.worker.models.formats.gguf_settings import any_layer_has, attention_bias, rms, sizes, usual, windows
 
 _QWEN_MOE: Final = {**QWEN_ROUTER, **QWEN_EXPERTS}
-_GRANITE_MOE: Final = {
-    "ffn_gate_inp": "block_sparse_moe.router",
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.gate_proj",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.up_proj",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj",
-}
 _GPT_OSS_YARN: Final = {"truncate": False}
 """No metadata say it."""
 
@@ -176,7 +171,7 @@ MIXTURES: Final[Mapping[str, Architecture]] = {
         model_type="granitemoe",
         settings=lambda metadata: granite(metadata) | local_experts(metadata),
         top=TOP,
-        parts=(weights({**NORMS, **ATTENTION, **_GRANITE_MOE}),),
+        parts=(weights({**NORMS, **ATTENTION, **GRANITE_MOE}),),
         changes=PAIRED,
     ),
     "hunyuan-moe": Architecture(

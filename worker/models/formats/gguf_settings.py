@@ -98,3 +98,13 @@ def windows(metadata: Metadata, period: int) -> dict[str, Any]:
         "sliding_window": metadata.count("attention.sliding_window"),
         "layer_types": ["sliding_attention" if one else "full_attention" for one in found],
     }
+
+
+def granite_scales(metadata: Metadata, head_dim: int) -> dict[str, Any]:
+    """Factors of Granite's parts."""
+    return {
+        "attention_multiplier": metadata.number("attention.scale", head_dim**-0.5),
+        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
+        "residual_multiplier": metadata.number("residual_scale", 1.0),
+        "logits_scaling": metadata.number("logit_scale", 1.0),
+    }

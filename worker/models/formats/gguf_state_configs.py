@@ -5,7 +5,7 @@ from typing import Any, Final
 from holdfast.worker.models.formats.gguf_experts import SIGMOID, SOFTMAX, check_scores, groups_of_experts
 from holdfast.worker.models.formats.gguf_metadata import Metadata, NotUnderstood
 from holdfast.worker.models.formats.gguf_rotary import rope_parameters
-from holdfast.worker.models.formats.gguf_settings import any_layer_has, kinds_of_layers, rows_of
+from holdfast.worker.models.formats.gguf_settings import any_layer_has, granite_scales, kinds_of_layers, rows_of
 
 _LOG_OF_YARN: Final = 0.1
 """llama.cpp's converter multiplies `mscale_all_dim` by it."""
@@ -102,11 +102,8 @@ def granite_hybrid(metadata: Metadata) -> dict[str, Any]:
             "intermediate_size": metadata.count("feed_forward_length"),
             "shared_intermediate_size": shared,
             "num_local_experts": experts,
-            "attention_multiplier": metadata.number("attention.scale", head_dim**-0.5),
-            "embedding_multiplier": metadata.number("embedding_scale", 1.0),
-            "residual_multiplier": metadata.number("residual_scale", 1.0),
-            "logits_scaling": metadata.number("logit_scale", 1.0),
         }
+        | granite_scales(metadata, head_dim)
     )
 
 

@@ -21,7 +21,13 @@ from holdfast.worker.models.formats.gguf_changes import (
     value_heads,
     vector,
 )
-from holdfast.worker.models.formats.gguf_experts import QWEN_EXPERTS, QWEN_ROUTER, QWEN_SHARED, shared_experts
+from holdfast.worker.models.formats.gguf_experts import (
+    GRANITE_MOE,
+    QWEN_EXPERTS,
+    QWEN_ROUTER,
+    QWEN_SHARED,
+    shared_experts,
+)
 
 
 def _mamba(module: str) -> dict[str, str]:
@@ -192,14 +198,7 @@ WITH_STATES: Final[Mapping[str, Architecture]] = {
                     "ffn_down_shexp": "shared_mlp.output_linear",
                 }
             ),
-            weights(
-                {
-                    "ffn_gate_inp": "block_sparse_moe.router.layer",
-                    "ffn_gate_exps": "block_sparse_moe.experts.{}.gate_proj",
-                    "ffn_up_exps": "block_sparse_moe.experts.{}.up_proj",
-                    "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj",
-                }
-            ),
+            weights(GRANITE_MOE),
         ),
         changes={**_MAMBA_CHANGES, **PAIRED},
     ),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.parity.families import save_tiny_model
 from tests.parity.hybrids import save_hybrid
+from tests.worker.models.formats.gguf_conversions import stacked
 from tests.worker.models.formats.gguf_files import (
     Written,
     add_field,
@@ -25,7 +26,6 @@ from tests.worker.models.formats.gguf_files import (
     kind_of,
     permuted,
     quantized,
-    stacked,
     tokenizer_fields,
 )
 from tests.worker.models.formats.gguf_hybrid_metadata import Metadata
