@@ -16,7 +16,7 @@ import torch
 
 from holdfast.worker.adapter import check_adapter_name, described, digest_of, files_in, unreadable
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.cpu.adapters import LowRank
+from holdfast.worker.executors.adapters import LowRank
 from holdfast.worker.executors.cpu.spare_memory import SpareMemory
 from holdfast.worker.executors.finite import not_finite
 from holdfast.worker.models.adapter_form import AdapterForm, form_of, refused

@@ -16,7 +16,7 @@ import torch
 
 from holdfast.worker.adapter import CONFIG, WEIGHTS
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.cpu.adapters import LowRank, StoredMatrix
+from holdfast.worker.executors.adapters import LowRank, StoredMatrix
 from holdfast.worker.models.safetensors_files import DTYPES
 from holdfast.worker.models.safetensors_header import StoredTensor, read_tensors
 

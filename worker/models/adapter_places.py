@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.cpu.adapters import EMBEDDING, HEAD, AdaptedLinear, Difference, LowRank, adaptable
-from holdfast.worker.executors.cpu.packed_rows import IntArray
+from holdfast.worker.executors.adapters import EMBEDDING, HEAD, AdaptedLinear, Difference, LowRank, adaptable
 from holdfast.worker.executors.layout import DecoderLayout
+from holdfast.worker.executors.step_batch import IntArray
 from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.adapter_folder import AdapterFolder
 from holdfast.worker.models.adapter_tables import HEAD_MODULE, OwnTables, differing_row, table_module

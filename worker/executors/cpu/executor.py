@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.cpu.adapters import AdaptedLinear, AdapterPlan, PackedAdapter
+from holdfast.worker.executors.adapters import AdaptedLinear
+from holdfast.worker.executors.cpu.adapters import AdapterPlan, PackedAdapter
 from holdfast.worker.executors.cpu.cache import KEPT_AS_INT8, BlockForm, TiledCache, last_block
 from holdfast.worker.executors.cpu.exchange import Exchange, check_step, meet, segments_with_sums, tree_sum
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
+from holdfast.worker.executors.adapters import EMBEDDING, HEAD, adaptable
 from holdfast.worker.executors.cpu.adapted_outputs import Site
-from holdfast.worker.executors.cpu.adapters import EMBEDDING, HEAD, adaptable
 from holdfast.worker.executors.cpu.linear_structures import NativeLinear
 from holdfast.worker.executors.cpu.model_structures import (
     NativeBeside,

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.worker.executors.adapters import AdaptedLinear, LowRank, StoredMatrix
 from holdfast.worker.executors.cpu.adapted_outputs import LANES, Site
-from holdfast.worker.executors.cpu.adapters import AdaptedLinear, AdapterPlan, LowRank, PackedAdapter, StoredMatrix
+from holdfast.worker.executors.cpu.adapters import AdapterPlan, PackedAdapter
 from holdfast.worker.executors.cpu.tile_memory import mapped_memory
 from tests.worker.executors.cpu.native import library_or_skip
 
