@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.layout import Attention, DecoderLayout, Mlp
+from holdfast.worker.executors.layout import Attention, DecoderLayout, Experts, Layer, Mlp
 from holdfast.worker.executors.linears import Linear
+from holdfast.worker.executors.state_layers import GatedDeltaNet
 from holdfast.worker.executors.step_batch import IntArray
 
 
@@ -23,13 +24,30 @@ class StoredMatrix(NamedTuple):
     shape: tuple[int, int]
     first: int
     """Place of its first byte."""
+    strides: tuple[int, int] | None = None
+    """Numbers from a row to the next, and from a column to the next; None: there are none between them."""
+
+    @property
+    def row_stride(self) -> int:
+        return self.shape[1] if self.strides is None else self.strides[0]
+
+    @property
+    def step(self) -> int:
+        """Numbers from a column to the next."""
+        return 1 if self.strides is None else self.strides[1]
+
+    @property
+    def turned(self) -> "StoredMatrix":
+        """The same, transposed."""
+        return self._replace(shape=(self.shape[1], self.shape[0]), strides=(self.step, self.row_stride))
 
     def of(self, content: memoryview) -> Tensor:
         """Its numbers, in place."""
-        count = self.shape[0] * self.shape[1]
-        if not count:
+        if not all(self.shape):
             return torch.empty(self.shape, dtype=self.dtype)
-        return torch.frombuffer(content, dtype=self.dtype, count=count, offset=self.first).view(self.shape)
+        count = (self.shape[0] - 1) * self.row_stride + (self.shape[1] - 1) * self.step + 1
+        numbers = torch.frombuffer(content, dtype=self.dtype, count=count, offset=self.first)
+        return numbers.as_strided(self.shape, (self.row_stride, self.step))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +95,55 @@ are one for the row's token, and zero for all others.
 
 
 def adaptable(layout: DecoderLayout) -> dict[str, Linear]:
-    """The linears that adapters may add to, by their place in the layout: attention's, dense MLPs', and the head."""
-    found: dict[str, Linear] = {}
+    """The linears that adapters may add to, by their place in the layout. Those of a mixture's experts are
+    `LAYER.expert_up.EXPERT` and `LAYER.expert_down.EXPERT`.
+    """
+    found: dict[str, Linear | None] = {}
     for index, layer in enumerate(layout.layers):
-        if isinstance(layer.attention, Attention):
-            found[f"{index}.qkv"] = layer.attention.qkv
-            found[f"{index}.output"] = layer.attention.output
-        if isinstance(layer.mlp, Mlp):
-            found[f"{index}.up"] = layer.mlp.up
-            found[f"{index}.down"] = layer.mlp.down
-    return found | {HEAD: layout.head}
+        parts = _of_mixer(layer) | _of_mlps(layer)
+        if layer.input is not None:
+            parts |= {"input_gate": layer.input.gate, "input_projection": layer.input.projection}
+        found |= {f"{index}.{name}": linear for name, linear in parts.items()}
+    if layout.inputs is not None:
+        found["inputs"] = layout.inputs.context
+    return {place: linear for place, linear in found.items() if linear is not None} | {HEAD: layout.head}
+
+
+def place_of_all(place: str) -> str:
+    """The place that an expert's linear has with those of the other experts; other linears are by themselves."""
+    return place.rpartition(".")[0] if place.count(".") > 1 else place
+
+
+def _of_mixer(layer: Layer) -> dict[str, Linear | None]:
+    found: dict[str, Linear | None] = {}
+    attention, state = layer.attention, layer.state
+    if isinstance(attention, Attention):
+        found |= {"qkv": attention.qkv, "output": attention.output}
+    elif attention is not None:
+        found |= {"qkv": attention.inputs, "queries": attention.queries, "output": attention.output}
+    if state is not None:
+        found["state"] = state.inputs
+        if state.output is not None:
+            found["output"] = state.output
+    if isinstance(state, GatedDeltaNet):
+        found |= {"rates": state.rates, "gates": state.gates}
+    return found
+
+
+def _of_mlps(layer: Layer) -> dict[str, Linear | None]:
+    found: dict[str, Linear | None] = {}
+    mlp = layer.mlp
+    if isinstance(mlp, Mlp):
+        found |= {"up": mlp.up, "down": mlp.down}
+    experts = layer.beside.experts if layer.beside is not None else mlp if isinstance(mlp, Experts) else None
+    if experts is None:
+        return found
+    found |= {"router": experts.router, "shared_gate": experts.shared_gate, "latent": experts.latent}
+    if experts.shared is not None:
+        found |= {"shared_up": experts.shared.up, "shared_down": experts.shared.down}
+    for number, expert in enumerate(experts.experts):
+        found |= {f"expert_up.{number}": expert.up, f"expert_down.{number}": expert.down}
+    return found
 
 
 class Difference(NamedTuple):

@@ -178,8 +178,8 @@ class Experts:
     experts: tuple[Mlp, ...]
     shared: Mlp | None = None
     """An expert that every token goes through."""
-    shared_gate: Tensor | None = None
-    """[1, hidden], serving dtype: the shared expert is weighted by the sigmoid of this."""
+    shared_gate: Linear | None = None
+    """[1, hidden]: the shared expert is weighted by the sigmoid of this."""
     latent: Linear | None = None
     """[latent, hidden], whole on every rank: experts take its output in place of the hidden rows (Nemotron 3 Super).
     Their `up` is whole on every rank, their `down` [latent of this rank, inner], in one slice. Each slice of the inputs

@@ -16,7 +16,7 @@ import torch
 
 from holdfast.worker.adapter import check_adapter_name, described, digest_of, files_in, unreadable
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.adapters import LowRank
+from holdfast.worker.executors.adapters import LowRank, StoredMatrix
 from holdfast.worker.executors.cpu.spare_memory import SpareMemory
 from holdfast.worker.executors.finite import not_finite
 from holdfast.worker.models.adapter_form import AdapterForm, form_of, refused
@@ -75,9 +75,12 @@ class AdapterFolder:
         """Error that names the adapter and the model that it was made for."""
         return refused(self.given, self.form.base, what)
 
-    def below(self, prefix: str) -> "AdapterFolder":
-        """The same, with this before each module's name."""
-        return replace(self, form=self.form.below(prefix))
+    def with_modules(
+        self, modules: Mapping[str, LowRank], copies: Mapping[str, StoredMatrix], prefixes: tuple[str, str]
+    ) -> "AdapterFolder":
+        """The same with modules by the names that the model has for them, those of experts among them."""
+        form = replace(self.form, modules=modules, stacks={}, copies=copies, prefixes=prefixes)
+        return replace(self, form=form)
 
 
 class AdapterReader:

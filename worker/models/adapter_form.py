@@ -5,11 +5,12 @@ field, as PEFT writes them. Adapters that are trained one after the other have o
 import json
 import re
 import struct
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import regex
 import torch
@@ -32,6 +33,10 @@ _TENSOR: Final = re.compile(
     r"base_model\.model\.(?P<module>.+)\.lora_"
     r"((?P<part>[AB])(\.default)?\.weight|embedding_(?P<of_table>[AB])(\.default)?)"
 )
+_WRAPPED: Final = re.compile(r"(\.base_layer)+$")
+"""What PEFT puts behind the name of a module for each parameter of it that has an adapter, but for the last one."""
+EXPERTS: Final = ".experts"
+"""End of the name of a module that has the weights of a mixture's experts."""
 _COPY: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
 
 _HARMLESS: Final = frozenset(
@@ -43,10 +48,17 @@ _HARMLESS: Final = frozenset(
 """Fields that do not affect the file's tensors."""
 _READ: Final = frozenset(
     {"peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern"}
-    | {"bias", "init_lora_weights"}
+    | {"bias", "init_lora_weights", "target_parameters"}
 )
 _INITIALIZED: Final = (True, False, "gaussian", "eva", "orthogonal", None)
 """Values of `init_lora_weights` that leave the base model's weights as they are."""
+
+
+class Pair(NamedTuple):
+    """Both matrices of a module, or of a parameter of a module."""
+
+    a: StoredMatrix
+    b: StoredMatrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,26 +68,34 @@ class AdapterForm:
     base: str
     """Base model named by the adapter; empty: none."""
     targets: str | tuple[str, ...]
+    parameters: tuple[str, ...]
+    """Ends of the names of parameters that are adapted without a module of their own, as those of experts."""
+    config: Mapping[str, Any]
+    """What `adapter_config.json` says."""
     matrices: Mapping[str, StoredMatrix]
     """Stored matrices by the names of their tensors."""
     modules: Mapping[str, LowRank]
     """Pairs of matrices by the names of Hugging Face's modules."""
+    stacks: Mapping[str, tuple[Pair, ...]]
+    """Pairs of matrices of parameters of experts, by the module that has these as the folder names it."""
     copies: Mapping[str, StoredMatrix]
     """Weights of the model itself, by module, which PEFT saves beside adapters of the embedding and of the head."""
-    prefix: str = ""
-    """Beginning of those names that the folder leaves out."""
+    prefixes: tuple[str, str] = ("", "")
+    """How names of the model's modules begin, and those that the adapter has for them."""
 
-    def misses(self, given: str, known: Iterable[str]) -> list[str]:
-        """Modules among `known` that the adapter's targets name and that it has no tensors of."""
-        missing = (name for name in known if name not in self.modules)
-        return sorted(name for name in missing if _matches(given, self.targets, name.removeprefix(self.prefix)))
+    def names(self, given: str, module: str) -> bool:
+        """Whether the adapter's targets name a module, or its weight."""
+        own, theirs = self.prefixes
+        name = theirs + module.removeprefix(own) if module.startswith(own) else module
+        return _matches(given, self.targets, name) or self.names_parameter(f"{name}.weight")
 
-    def below(self, prefix: str) -> "AdapterForm":
-        """The same, with this before each module's name."""
-        modules = {prefix + name: one for name, one in self.modules.items()}
-        return replace(
-            self, prefix=prefix, modules=modules, copies={prefix + name: one for name, one in self.copies.items()}
-        )
+    def names_parameter(self, name: str) -> bool:
+        """Whether they name a parameter."""
+        return _ends_with(self.parameters, name)
+
+    def rank_and_scale(self, given: str, name: str) -> tuple[int, float]:
+        """Rank of a module, or of a parameter of experts, and what its addition is multiplied by."""
+        return _rank_and_scale(given, self.config, name)
 
 
 def form_of(given: str, config_content: bytes, path: Path, weights: memoryview) -> AdapterForm:
@@ -87,14 +107,25 @@ def form_of(given: str, config_content: bytes, path: Path, weights: memoryview) 
     found = AdapterForm(
         base=str(config.get("base_model_name_or_path") or "")[:_MAX_SHOWN],
         targets=targets if isinstance(targets, str) else tuple(targets or ()),
+        parameters=tuple(config.get("target_parameters") or ()),
+        config=config,
         matrices=matrices,
-        modules=_modules(given, config, matrices),
+        modules={},
+        stacks={},
         copies=_copies(given, matrices),
     )
-    if strangers := sorted(name for name in found.modules if not _matches(given, found.targets, name)):
-        what = f"it has tensors of {strangers[0]}, which its target_modules do not name"
+    pairs = _pairs(given, matrices)
+    stacks = _stacks(found, pairs)
+    of_parameters = {name for names in stacks.values() for name in names}
+    modules = {name: pair for name, pair in pairs.items() if name not in of_parameters and found.names(given, name)}
+    if strangers := pairs.keys() - modules.keys() - of_parameters:
+        what = f"it has tensors of {min(strangers)}, which its target_modules do not name"
         raise refused(given, found.base, what)
-    return found
+    return replace(
+        found,
+        modules={name: _low_rank(given, config, name, pair) for name, pair in sorted(modules.items())},
+        stacks={owner: tuple(pairs[name] for name in names) for owner, names in sorted(stacks.items())},
+    )
 
 
 def refused(given: str, base: str, what: str) -> ConfigurationError:
@@ -125,9 +156,10 @@ def _check_fields(given: str, config: Mapping[str, Any]) -> None:
         raise refuse(
             "init_lora_weights", "it changes the base model's weights; convert it to a plain adapter with PEFT"
         )
-    targets = config.get("target_modules")
-    is_list = isinstance(targets, list) and all(isinstance(one, str) for one in targets)
-    if not targets or not (isinstance(targets, str) or is_list):
+    targets, parameters = config.get("target_modules"), config.get("target_parameters")
+    if parameters and not _is_list(parameters):
+        raise refuse("target_parameters", "must be a list of names")
+    if not (isinstance(targets, str) or _is_list(targets or [])) or not (targets or parameters):
         raise refuse("target_modules", "must be a list of names, a regular expression, or all-linear")
     if isinstance(targets, str) and len(targets) > MAX_PATTERN:
         raise refuse("target_modules", f"a regular expression has at most {MAX_PATTERN} characters")
@@ -143,8 +175,13 @@ def _check_fields(given: str, config: Mapping[str, Any]) -> None:
             raise refuse(field, "it changes the adapter's arithmetic, and is not supported")
 
 
-def _modules(given: str, config: Mapping[str, Any], matrices: Mapping[str, StoredMatrix]) -> dict[str, LowRank]:
-    pairs: dict[str, dict[str, StoredMatrix]] = {}
+def _is_list(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _pairs(given: str, matrices: Mapping[str, StoredMatrix]) -> dict[str, Pair]:
+    """Matrices by module, as the file names them."""
+    found: dict[str, dict[str, StoredMatrix]] = {}
     for name, matrix in matrices.items():
         if _COPY.fullmatch(name):
             continue
@@ -154,14 +191,30 @@ def _modules(given: str, config: Mapping[str, Any], matrices: Mapping[str, Store
                 f"{given}: the tensor {name[:_MAX_SHOWN]} is not supported: only lora_A and lora_B of linears, of the "
                 "embedding and of the head are"
             )
-        parts = pairs.setdefault(match["module"], {})
+        parts = found.setdefault(match["module"], {})
         part = match["part"] or match["of_table"]
         if part in parts:
             raise ConfigurationError(f"{given}: {match['module']} has lora_{part} twice")
         parts[part] = matrix
-    if not pairs:
+    if not found:
         raise ConfigurationError(f"{given}: {WEIGHTS} has no tensors")
-    return {module: _low_rank(given, config, module, parts) for module, parts in sorted(pairs.items())}
+    for module, parts in sorted(found.items()):
+        for part in "AB":
+            if part not in parts:
+                raise ConfigurationError(f"{given}: {module} has no lora_{part}")
+    return {module: Pair(parts["A"], parts["B"]) for module, parts in found.items()}
+
+
+def _stacks(form: AdapterForm, pairs: Iterable[str]) -> dict[str, list[str]]:
+    """Names of pairs of experts' parameters by the module that has these."""
+    found = defaultdict[str, list[str]](list)
+    for name in sorted(pairs):
+        owner = _WRAPPED.sub("", name)
+        if owner.endswith(EXPERTS) and any(
+            form.names_parameter(f"{owner}.{one.rpartition('.')[2]}") for one in form.parameters
+        ):
+            found[owner].append(name)
+    return found
 
 
 def _copies(given: str, matrices: Mapping[str, StoredMatrix]) -> dict[str, StoredMatrix]:
@@ -198,11 +251,17 @@ def _matrix(given: str, name: str, dtype: torch.dtype, entry: StoredTensor) -> S
     return StoredMatrix(dtype, tuple(entry.shape), entry.first)  # type: ignore[arg-type]  # others are refused
 
 
-def _low_rank(given: str, config: Mapping[str, Any], module: str, parts: Mapping[str, StoredMatrix]) -> LowRank:
-    for part in "AB":
-        if part not in parts:
-            raise ConfigurationError(f"{given}: {module} has no lora_{part}")
-    a, b = parts["A"], parts["B"]
+def _low_rank(given: str, config: Mapping[str, Any], module: str, pair: Pair) -> LowRank:
+    a, b = pair
+    rank, scale = _rank_and_scale(given, config, module)
+    if a.shape[0] != rank or b.shape[1] != rank:
+        raise ConfigurationError(
+            f"{given}: {module} has lora_A {a.shape} and lora_B {b.shape}, and {CONFIG} says rank {rank:g}"
+        )
+    return LowRank(a=a, b=b, scale=scale)
+
+
+def _rank_and_scale(given: str, config: Mapping[str, Any], module: str) -> tuple[int, float]:
     rank, alpha = (
         _number(given, config, module, *names) for names in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern"))
     )
@@ -210,14 +269,10 @@ def _low_rank(given: str, config: Mapping[str, Any], module: str, parts: Mapping
         raise ConfigurationError(
             f"{given}: {module} has rank {rank:g}, and must have a whole number from 1 to {MAX_RANK}"
         )
-    if a.shape[0] != rank or b.shape[1] != rank:
-        raise ConfigurationError(
-            f"{given}: {module} has lora_A {a.shape} and lora_B {b.shape}, and {CONFIG} says rank {rank:g}"
-        )
     scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
     if not scale:
         raise ConfigurationError(f"{given}: {module} has lora_alpha = {alpha:g}, by which nothing would be added")
-    return LowRank(a=a, b=b, scale=scale)
+    return int(rank), scale
 
 
 def _number(given: str, config: Mapping[str, Any], module: str, field: str, pattern: str) -> float:
@@ -254,4 +309,9 @@ def _matches(given: str, targets: str | tuple[str, ...], module: str) -> bool:
         return True
     if isinstance(targets, str):
         return _fullmatch(given, targets, module)
-    return any(module == one or module.endswith(f".{one}") for one in targets)
+    return _ends_with(targets, module)
+
+
+def _ends_with(ends: Iterable[str], name: str) -> bool:
+    """Whether a name is one of these, or ends with one."""
+    return any(name == one or name.endswith(f".{one}") for one in ends)

@@ -142,7 +142,8 @@ class RankShare:
         """A linear that every rank has all of; `exact`: in float32, as it is stored."""
         bias = self.floats(self.tensors.take(f"{name}.bias", shape[:1])) if has_bias else None
         weight = self.tensors.take(f"{name}.weight", shape)
-        return Linear(weights=(weight.to(torch.float32) if exact else self.numbers(weight),), bias=bias)
+        numbers = weight.to(torch.float32) if exact and self.dtype.is_floating_point else self.numbers(weight)
+        return Linear(weights=(numbers,), bias=bias)
 
     def rounded_scale(self, scale: float) -> float:
         """The scale of an embedding: it is loaded in the checkpoint's dtype, as the weights are."""

@@ -351,7 +351,7 @@ class Reference:
             return total
         shared = self._mlp(experts.shared, x)
         if experts.shared_gate is not None:
-            shared = shared * torch.sigmoid(self._linear(Linear(weights=(experts.shared_gate,)), x))
+            shared = shared * torch.sigmoid(self._linear(experts.shared_gate, x))
         return total + shared
 
     def _from_latent(self, experts: Experts, x: Tensor, total: Tensor) -> Tensor:

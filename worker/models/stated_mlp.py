@@ -101,7 +101,7 @@ class MlpBuilder:
             experts = self._experts_together(moe, prefix + "experts.", count)
         else:
             experts, shared = of_latents.experts(count, self._activation), of_latents.with_sum(shared)
-        gate = None if moe.shared_gate is None else share.whole(prefix + moe.shared_gate, (1, hidden)).weights[0]
+        gate = None if moe.shared_gate is None else share.whole(prefix + moe.shared_gate, (1, hidden))
         return Experts(
             router=router,
             top_k=top_k,

@@ -29,7 +29,7 @@ def base(tmp_path_factory):
 
 def applied(base: Path, folder: Path, name: str = "a"):
     places = places_of(base)
-    read = read_adapter(name, str(folder))
+    read = places.named(read_adapter(name, str(folder)))
     read.check_finite()
     places.check_copies(read)
     return places.apply(read)
@@ -79,7 +79,7 @@ BAD = {
     "which its target_modules do not name": {"target_modules": ["k_proj"]},
     "use_dora": {"use_dora": True},
     "modules_to_save": {"modules_to_save": ["lm_head"]},
-    "target_parameters": {"target_parameters": ["mlp.experts.gate_up_proj"]},
+    "target_parameters": {"target_parameters": "mlp.experts.gate_up_proj"},
     "trainable_token_indices": {"trainable_token_indices": [1]},
     "a_field_of_tomorrow": {"a_field_of_tomorrow": 1},
     "bias": {"bias": "all"},

@@ -2,6 +2,7 @@
 same for all adapters, so they are found once for each linear.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from holdfast.worker.executors.adapters import place_of_all
 from holdfast.worker.executors.cpu.linear_structures import NativeSpan
 from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray
 
@@ -85,6 +87,15 @@ class Site:
             self._outputs = found = AdaptedOutputs(self.rows, part_of, rows)
         return found
 
+    def has_rows(self, rows: IntArray) -> bool:
+        """Whether its packed outputs are these."""
+        return np.array_equal(self.rows, rows)
+
+    def of_first(self, count: int) -> "Site":
+        """The same where adapters add to the first outputs alone."""
+        rows = np.where(self.rows < count, self.rows, NO_ROW)
+        return Site(rows, self.slices, self.slice_length, self.filled_length)
+
     def filled(self, row: Tensor, dtype: torch.dtype) -> Tensor:
         """Inputs [inputs] of the linear, each slice filled up, of a dtype; kept for the next call with the same row."""
         last = self._filled
@@ -92,3 +103,32 @@ class Site:
             slices = F.pad(row.view(self.slices, -1), (0, self.filled_length - self.slice_length))
             self._filled = last = row, dtype, slices.to(dtype)
         return last[2]
+
+
+class Sites:
+    """All packed linears of a model that adapters may add to, and the numbers of their records in an adapter: first one
+    for each place, with one for all experts' linears of a kind; then those of the experts.
+    """
+
+    def __init__(self, by_place: Mapping[str, Site]) -> None:
+        """`by_place`: in order of the places' numbers (`numbered`)."""
+        self.by_place = by_place
+        numbers = numbered(by_place)
+        self.num_sites = len(numbers)
+        of_experts: dict[str, list[str]] = {}
+        for place in by_place:
+            if place not in numbers:
+                of_experts.setdefault(place_of_all(place), []).append(place)
+        self.mixtures: list[tuple[int, int, int]] = []
+        """Of the experts' linears of a kind: the number of their place, the first expert's record, and how many."""
+        self.number_of = {place: numbers[place] for place in by_place if place in numbers}
+        self.num_records = self.num_sites
+        for name, places in of_experts.items():
+            self.mixtures.append((numbers[name], self.num_records, len(places)))
+            self.number_of |= {place: number for number, place in enumerate(places, self.num_records)}
+            self.num_records += len(places)
+
+
+def numbered(places: Iterable[str]) -> dict[str, int]:
+    """Numbers of places, from 0 on; linears of experts have the number of all of them together."""
+    return {place: number for number, place in enumerate(dict.fromkeys(map(place_of_all, places)))}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.executors.adapters import AdaptedLinear, Difference
-from holdfast.worker.executors.cpu.adapted_outputs import LANES, AdaptedOutputs, Site
+from holdfast.worker.executors.cpu.adapted_outputs import LANES, AdaptedOutputs, Site, Sites
 from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.linear_structures import (
     NativeAdapted,
@@ -29,10 +29,10 @@ _LOW_RANK, _SITE, _ADAPTED = (np.dtype(one) for one in (NativeLowRank, NativeAda
 class AdapterPlan:
     """Plan of packing all adapters of one form: everything but the matrices' numbers."""
 
-    def __init__(self, sites: Mapping[str, Site], adapted: Mapping[str, AdaptedLinear], dtype: torch.dtype) -> None:
+    def __init__(self, sites: Sites, adapted: Mapping[str, AdaptedLinear], dtype: torch.dtype) -> None:
         """Numbers are rounded to `dtype`, the model's."""
-        self.dtype, self.num_sites, self.places = dtype, len(sites), tuple(adapted)
-        plans = [_Plan(sites[place], one) for place, one in adapted.items()]
+        self.dtype, self.of_model, self.places = dtype, sites, tuple(adapted)
+        plans = [_Plan(sites.by_place[place], one) for place, one in adapted.items()]
         self.num_parts = [len(one.parts) for one in adapted.values()]
         ends = np.cumsum([0, *(plan.length for plan in plans)]) * dtype.itemsize
         self.num_bytes = int(ends[-1])
@@ -45,13 +45,12 @@ class AdapterPlan:
         self.sites = np.zeros(len(plans), dtype=_SITE)
         """Parts that each linear is packed from; addresses of parts are places among them."""
         self._kept = plans  # their arrays
-        numbers = {place: number for number, place in enumerate(sites)}
         first_part = first_rank = 0
         for index, (place, plan) in enumerate(zip(adapted, plans, strict=True)):
             a = int(ends[index])
             b = a + plan.length_of_a * dtype.itemsize
-            self.adapted[index] = a, b, first_rank * 4, plan.spans.ctypes.data, len(plan.scales)
-            self.sites[index] = plan.native(first_part * _LOW_RANK.itemsize, dtype, numbers[place])
+            self.adapted[index] = a, b, first_rank * 4, plan.spans.ctypes.data, len(plan.scales), 0
+            self.sites[index] = plan.native(first_part * _LOW_RANK.itemsize, dtype, sites.number_of[place])
             first_part, first_rank = first_part + len(plan.added.parts), first_rank + len(plan.scales)
 
 
@@ -69,9 +68,12 @@ class PackedAdapter:
         own["a"] += address_of(memory)
         own["b"] += address_of(memory)
         own["scales"] += self.scales.ctypes.data
-        self.linears = np.zeros(plan.num_sites, dtype=_ADAPTED)
+        self.linears = np.zeros(plan.of_model.num_records, dtype=_ADAPTED)
         """Records of all linears that may have adapters."""
         self.linears[plan.sites["number"]] = own
+        for number, first, count in plan.of_model.mixtures:
+            if most := self.linears["ranks"][first : first + count].max():
+                self.linears[number] = 0, 0, 0, 0, most, self.linears[first:].ctypes.data
         self.native = NativeAdapter(linears=self.linears.ctypes.data)
         self.differences = self._load(content, packs=True)
         """Differences between what a step adds and the matrices, for each part of each linear: `adapter_places.py`
@@ -133,16 +135,19 @@ def _scales(added: AdaptedLinear) -> np.ndarray:
     return np.pad(scales, (0, -len(scales) % LANES))
 
 
-def _parts(added: AdaptedLinear) -> list[tuple[int, int, int, float, int, int, int]]:
+def _parts(added: AdaptedLinear) -> list[tuple[int | float, ...]]:
     """Fields of `NativeLowRank`."""
     first = int(added.columns[0]) if added.is_run else 0
     return [
-        (0, 0, 0, 0.0, 0, 0, 0)
+        (0, 0, 0, 0, 0, 0, 0.0, 0, 0, 0)
         if part is None
         else (
-            part.a.first + first * part.a.dtype.itemsize,
+            part.a.first + first * part.a.step * part.a.dtype.itemsize,
             part.b.first,
-            part.a.shape[1],
+            part.a.row_stride,
+            part.a.step,
+            part.b.row_stride,
+            part.b.step,
             part.scale,
             part.a.shape[0],
             _STORED[part.a.dtype],

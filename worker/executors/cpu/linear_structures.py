@@ -46,9 +46,13 @@ class NativeSpan(Structure):
 
 
 class NativeAdapted(Structure):
-    """One linear's LoRA matrices A and B, and a scale for each rank."""
+    """One linear's LoRA matrices A and B, and a scale for each rank; or those of each expert of a mixture."""
 
-    _fields_ = (("a", c_void_p), ("b", c_void_p), ("scales", c_void_p), ("spans", c_void_p), ("ranks", c_int))
+    _fields_ = (
+        *((name, c_void_p) for name in ("a", "b", "scales", "spans")),
+        ("ranks", c_int),
+        ("experts", c_void_p),
+    )
 
 
 class NativeAdapter(Structure):
@@ -63,7 +67,7 @@ class NativeLowRank(Structure):
     _fields_ = (
         ("a", c_void_p),
         ("b", c_void_p),
-        ("a_stride", c_long),
+        *((name, c_long) for name in ("a_stride", "a_step", "b_stride", "b_step")),
         ("scale", c_float),
         ("rank", c_int),
         ("a_dtype", c_int),

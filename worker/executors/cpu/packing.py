@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from holdfast.worker.executors.adapters import EMBEDDING, HEAD, adaptable
-from holdfast.worker.executors.cpu.adapted_outputs import Site
+from holdfast.worker.executors.adapters import EMBEDDING, HEAD, adaptable, place_of_all
+from holdfast.worker.executors.cpu.adapted_outputs import Site, Sites, numbered
 from holdfast.worker.executors.cpu.linear_structures import NativeLinear
 from holdfast.worker.executors.cpu.model_structures import (
     NativeBeside,
@@ -104,9 +104,9 @@ class PackedModel(PartPacker):
         self._pool = pool
         self._kept: list[Any] = []
         places = {place: one for place, one in adaptable(layout).items() if head is None or place != HEAD}
-        self._places = {id(one): (site, place) for site, (place, one) in enumerate(places.items(), 1)}
-        self.sites: dict[str, Site] = {}
-        """The linears that adapters may add to, and the embedding, in order of their numbers."""
+        numbers = numbered(places)
+        self._places = {id(one): (1 + numbers[place_of_all(place)], place) for place, one in places.items()}
+        self._sites: dict[str, Site] = {}
         self._arena = Arena() if arena is None else arena
         self._itemsize = layout.dtype.itemsize
         is_bfloat16 = layout.dtype == torch.bfloat16
@@ -114,8 +114,9 @@ class PackedModel(PartPacker):
         self._keeps_codes = keeps_codes and is_bfloat16
         self._rotaries = (NativeRotary * max(1, len(layout.rotaries)))(*map(self._rotary, layout.rotaries))
         self.layers = (NativeLayer * len(layout.layers))(*(self._layer(layer) for layer in layout.layers))
-        self.model = self._model(layout, head, num_sites=len(places) + 1)
-        self.sites = {place: self.sites[place] for place in places} | {EMBEDDING: _site_of_embedding(layout)}
+        self.model = self._model(layout, head, num_sites=len(numbers) + 1)
+        self.sites = Sites({place: self._sites[place] for place in places} | {EMBEDDING: _site_of_embedding(layout)})
+        """The linears that adapters may add to, and the embedding."""
         own = [layer.attention for layer in layout.layers if layer.attention and kv_source(layer) is None]
         self._first_kv_heads = [one.first_kv_head if isinstance(one, Attention) else 0 for one in own]
         self._arena.finish()
@@ -334,9 +335,9 @@ class PackedModel(PartPacker):
         packed = (NativeMlp * len(experts.experts))(*map(self._mlp, experts.experts))
         latent = None if experts.latent is None else self._linear(experts.latent)
         shared = None if experts.shared is None or latent is not None else self._mlp(experts.shared)
-        gate = None if experts.shared_gate is None else self._linear(Linear(weights=(experts.shared_gate,)))
+        gate = None if experts.shared_gate is None else self._linear(experts.shared_gate)
         described = NativeExperts(
-            router=self._linear(in_dtype(experts.router, self._number_type)),
+            router=self._router(experts.router),
             experts=packed,
             shared=None if shared is None else ctypes.pointer(shared),
             shared_gate=None if gate is None else ctypes.pointer(gate),
@@ -354,6 +355,16 @@ class PackedModel(PartPacker):
         )
         self._kept += [packed, shared, gate, latent, described]
         return ctypes.pointer(described)
+
+    def _router(self, router: Linear) -> NativeLinear:
+        """A router; one in float32 becomes several linears that are added (`in_dtype`), adapters to the first."""
+        parts = in_dtype(router, self._number_type)
+        place = self._places[id(parts)] = self._places[id(router)]
+        packed = self._linear(parts)
+        if parts is not router:
+            del self._places[id(parts)]
+            self._sites[place[1]] = self._sites[place[1]].of_first(router.out_features)
+        return packed
 
     def _beside(self, beside: Beside) -> Any:
         norms = NativeBeside(

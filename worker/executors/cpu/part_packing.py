@@ -2,9 +2,8 @@
 are consumed: the memory is returned, so that weights are in memory once.
 """
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from ctypes import CDLL
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.worker.executors.adapters import place_of_all
 from holdfast.worker.executors.cpu.adapted_outputs import Site
 from holdfast.worker.executors.cpu.code_packing import PackedCodes, pack_codes
 from holdfast.worker.executors.cpu.library import check_outcome
@@ -45,8 +45,8 @@ class PartPacker:
 
     dtype: int
     """Number of the layout's dtype, one of `DTYPES`."""
-    sites: dict[str, Site]
-    """The linears that adapters may add to."""
+    _sites: dict[str, Site]
+    """The linears that adapters may add to, by place; those of experts that are alike have one."""
     _library: CDLL
     _pool: int
     _arena: Arena
@@ -61,7 +61,7 @@ class PartPacker:
     """Whether weights of E4M3 stay codes, where their form allows it."""
     _spent: FreedWeights | None = None
     """The weights whose memory is given back; None: they stay."""
-    _places: Mapping[int, tuple[int, str]] = MappingProxyType({})
+    _places: MutableMapping[int, tuple[int, str]]
     """Number and place of each linear that adapters may add to, by its identity."""
 
     def _norm(self, norm: Norm | None) -> NativeNorm:
@@ -120,7 +120,7 @@ class PartPacker:
         self._kept.append(units)
         site, place = self._places.get(id(linear), (0, ""))
         if site:
-            self.sites[place] = Site(rows, slices, linear.in_features // slices, slice_tiles * TILE)
+            self._sites[place] = self._site(place, rows, slices, linear.in_features // slices, slice_tiles * TILE)
         return NativeLinear(
             tiles=memory.address,
             site=site,
@@ -134,6 +134,13 @@ class PartPacker:
             units=NativeUnits() if units is None else units.form,
             panels=None if units is None else units.panels,
         )
+
+    def _site(self, place: str, rows: IntArray, slices: int, slice_length: int, filled_length: int) -> Site:
+        """The site of a linear; experts that are alike share one."""
+        first = self._sites.get(f"{place_of_all(place)}.0")
+        if first is not None and first.has_rows(rows):
+            return first
+        return Site(rows, slices, slice_length, filled_length)
 
     def _memory(self, shape: TileShape) -> TileMemory:
         return (

@@ -90,7 +90,7 @@ def views_of(mixture: DeviceMixture, experts: Experts) -> Experts:
             for number, expert in enumerate(experts.experts)
         ),
         shared=mixture.shared,
-        shared_gate=weight[count:] if mixture.has_gate_of_shared else None,
+        shared_gate=Linear(weights=(weight[count:],)) if mixture.has_gate_of_shared else None,
     )
 
 
@@ -118,7 +118,7 @@ def _dtype(mlp: Mlp) -> torch.dtype:
 
 def _router(device: torch.device, experts: Experts) -> Linear:
     gate, bias = experts.shared_gate, experts.router.bias
-    parts = [*experts.router.weights] if gate is None else [*experts.router.weights, gate]
+    parts = [*experts.router.weights] if gate is None else [*experts.router.weights, *gate.weights]
     weight = torch.cat([part.to(device) for part in parts])
     if bias is not None:
         bias = torch.cat([bias, bias.new_zeros(len(weight) - len(bias))]).to(device, torch.float32)

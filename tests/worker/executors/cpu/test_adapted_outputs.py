@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from holdfast.worker.executors.adapters import AdaptedLinear, LowRank, StoredMatrix
-from holdfast.worker.executors.cpu.adapted_outputs import LANES, Site
+from holdfast.worker.executors.cpu.adapted_outputs import LANES, Site, Sites
 from holdfast.worker.executors.cpu.adapters import AdapterPlan, PackedAdapter
 from holdfast.worker.executors.cpu.tile_memory import mapped_memory
 from tests.worker.executors.cpu.native import library_or_skip
@@ -62,7 +62,7 @@ def test_packed_matrices_are_those_of_the_modules(case, dtype):
     parts, content = in_a_file(matrices)
     columns, probe = np.arange(INPUTS), torch.randn(INPUTS, generator=draw).bfloat16().float()
     added = AdaptedLinear(parts=parts, part_of=part_of, rows=rows, columns=columns, probe=probe)
-    plan = AdapterPlan({"0.up": site}, {"0.up": added}, dtype)
+    plan = AdapterPlan(Sites({"0.up": site}), {"0.up": added}, dtype)
     memory = mapped_memory(plan.num_bytes)
     memory.write(b"\xff" * len(memory))  # of another adapter
     packed = PackedAdapter(library_or_skip(), plan, content, memory)
@@ -99,7 +99,7 @@ def test_matrices_of_any_type_and_inputs_that_do_not_follow_each_other(stored):
     columns, probe = np.array([7, 2, 9, 0, 11, 4]), torch.arange(INPUTS).float()
     part = LowRank(a=places[0], b=places[1], scale=1.0)
     added = AdaptedLinear(parts=(part,), part_of=part_of, rows=rows, columns=columns, probe=probe)
-    plan = AdapterPlan({"0.up": site}, {"0.up": added}, torch.bfloat16)
+    plan = AdapterPlan(Sites({"0.up": site}), {"0.up": added}, torch.bfloat16)
     packed = PackedAdapter(library_or_skip(), plan, memoryview(content), mapped_memory(plan.num_bytes))
     numbers = torch.frombuffer(packed.memory, dtype=torch.bfloat16, count=64 * LANES).view(2, 32, LANES)
     assert numbers[:, :3, :5].reshape(INPUTS, 5).T.equal(a[:, columns].float().bfloat16())

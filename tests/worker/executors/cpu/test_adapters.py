@@ -37,7 +37,7 @@ IDS = tokens(50)
 
 
 def packed_in(executor, places, folder):
-    read = read_adapter("a", str(folder))
+    read = places.named(read_adapter("a", str(folder)))
     return executor.pack_adapter(executor.plan_adapter(places.apply(read)), read.content)
 
 
@@ -184,7 +184,8 @@ def test_ranks_have_the_bits_of_one(tiny, size):
 def proved(base, folder, dtype="float32", group=None, spoil=None):
     """Whether an adapter has an effect, by its proof; `spoil` changes what is packed."""
     executor = CpuExecutor(stated(base, group, dtype), group or SingleRank(), max_positions=4096, threads=1)
-    places, read = places_of(base, group), read_adapter("a", str(folder))
+    places = places_of(base, group)
+    read = places.named(read_adapter("a", str(folder)))
     packed = executor.pack_adapter(executor.plan_adapter(places.apply(read)), read.content)
     if spoil is not None:
         assert places.prove(read, packed.differences, getattr(torch, dtype))

@@ -54,7 +54,7 @@ def experts_of(shape: Shape, dtype: torch.dtype, seed: int = 0) -> Experts:
         normalized=True,
         experts=tuple(mlp(inner, has_bias=shape.has_bias) for _ in range(count)),
         shared=mlp(2 * inner) if shape.has_shared else None,
-        shared_gate=linear(1, hidden).weights[0] if shape.has_shared else None,
+        shared_gate=linear(1, hidden) if shape.has_shared else None,
     )
 
 
@@ -93,7 +93,9 @@ def exact(experts: Experts, x: Tensor) -> Tensor:
             weight * exact_mlp(experts.experts[expert], row) for expert, weight in zip(order, weights, strict=True)
         )
         if experts.shared is not None:
-            total = total + exact_mlp(experts.shared, row) * (experts.shared_gate[0].double() @ row).sigmoid()
+            total = (
+                total + exact_mlp(experts.shared, row) * (experts.shared_gate.weights[0][0].double() @ row).sigmoid()
+            )
         rows.append(total)
     return torch.stack(rows)
 
@@ -204,7 +206,7 @@ def test_a_layout_on_a_device_has_the_tensors_of_the_copy():
         assert torch.equal(own.down.bias, copied.down.bias)
     assert views.experts[2].up.weights[0].data_ptr() == mixture.up[2].data_ptr()
     assert torch.equal(views.router.weights[0], experts.router.weights[0])
-    assert torch.equal(views.shared_gate, experts.shared_gate)
+    assert torch.equal(views.shared_gate.weights[0], experts.shared_gate.weights[0])
 
 
 def test_mixtures_that_the_kernels_do_not_take_are_refused():

@@ -9,9 +9,13 @@ template <class W> void Decoder<W>::list_sites() {
   adapted_sites.assign(m.num_sites + 1, 0), slices_of_site.assign(m.num_sites + 1, 1),
       wanted_adapters.resize(m.max_rows);
   row_order.resize(m.max_rows), wanted_order.resize(m.max_rows);
-  for (int i = 0; i < m.num_layers; i++)
-    for (const NativeLinear* linear : {&m.layers[i].output, &m.layers[i].mlp.down})
-      slices_of_site[linear->site] = linear->slices;
+  auto note = [&](const NativeLinear& linear) { slices_of_site[linear.site] = linear.slices; };
+  for (int i = 0; i < m.num_layers; i++) {
+    const NativeExperts* experts = m.layers[i].experts;
+    note(m.layers[i].output), note(m.layers[i].mlp.down);
+    if (experts) note(experts->experts[0].down);
+    if (experts && experts->shared) note(experts->shared->down);
+  }
 }
 
 // Which linears adapters of this step add to, and room for the inner numbers of its rows.
@@ -19,16 +23,18 @@ template <class W> void Decoder<W>::begin_adapters() {
   if (!step.adapter_of && !has_adapted) return;
   has_adapted = step.adapter_of;
   std::fill(adapted_sites.begin(), adapted_sites.end(), 0);
-  long most = 0;
+  long most = 0, most_of_experts = 0;
   if (has_adapted) adapted.resize((size_t)m.num_sites * step.num_adapters);
   for (int i = 0; has_adapted && i < step.num_adapters; i++)
     for (int site = 1; site <= m.num_sites; site++) {
       const NativeAdapted& here = step.adapters[i].linears[site - 1];
       adapted[(site - 1) * step.num_adapters + i] = here;
       if (here.ranks) adapted_sites[site] = 1;
-      most = std::max(most, (long)here.ranks * slices_of_site[site]);
+      long& of = here.experts ? most_of_experts : most;
+      of = std::max(of, (long)here.ranks * slices_of_site[site]);
     }
-  if (!most) return;
+  begin_adapted_experts(most_of_experts);
+  if (!most && !most_of_experts) return;
   if (most > inner_of_rows.stride) inner_of_rows = Buffer<float>(m.max_rows, most);
   for (int i = 0; i < step.num_wanted; i++) wanted_adapters[i] = step.adapter_of[step.wanted[i]];
   order_by_adapter(step.adapter_of, step.num_rows, row_order.data());

@@ -18,20 +18,22 @@ struct Numbers {
   const char* first = nullptr;
   int dtype = holdfast::FLOAT32;
   long count = 0;
-  const long* columns = nullptr;  // [count] where each lies; null: one after the other
+  const long* columns = nullptr;  // [count] where each lies; null: each `step` behind the last
+  long step = 1;
 
   // The k-th and those after it; zeros behind the last one.
   NATIVE_INLINE_MEMBER __m256 eight(long k) const {
-    if (k + EIGHT > count || columns) return some(k);
+    if (k + EIGHT > count || !is_run()) return some(k);
     return read(first + k * bytes_of(dtype));
   }
   __m256 some(long k) const {
     const int bytes = bytes_of(dtype);
     alignas(32) char filled[EIGHT * 8] = {};
     for (long i = 0; i < EIGHT && k + i < count; i++)
-      memcpy(filled + i * bytes, first + (columns ? columns[k + i] : k + i) * bytes, bytes);
+      memcpy(filled + i * bytes, first + (columns ? columns[k + i] : k + i) * step * bytes, bytes);
     return read(filled);
   }
+  NATIVE_INLINE_MEMBER bool is_run() const { return !columns && step == 1; }
   NATIVE_INLINE_MEMBER __m256 read(const char* at) const {
     if (dtype == holdfast::BFLOAT16) return widened((const Bf16*)at);
     if (dtype == holdfast::FLOAT16) return widened((const Half*)at);
@@ -42,10 +44,12 @@ struct Numbers {
 };
 
 inline Numbers row_of_a(const NativeLowRank& part, int rank, long inputs, const long* columns) {
-  return {(const char*)part.a + rank * part.a_stride * bytes_of(part.a_dtype), part.a_dtype, inputs, columns};
+  return {(const char*)part.a + rank * part.a_stride * bytes_of(part.a_dtype), part.a_dtype, inputs, columns,
+          part.a_step};
 }
 inline Numbers row_of_b(const NativeLowRank& part, long row) {
-  return {(const char*)part.b + row * part.rank * bytes_of(part.b_dtype), part.b_dtype, part.rank};
+  return {(const char*)part.b + row * part.b_stride * bytes_of(part.b_dtype), part.b_dtype, part.rank, nullptr,
+          part.b_step};
 }
 
 // Rounded to the dtype, each in the lower bits of 32; and back.
@@ -60,7 +64,7 @@ template <int DTYPE> NATIVE_INLINE __m256i kept(__m256 v) {
 }
 // `IS_KEPT`: most rows are of that dtype as they are, as that of one module's matrix is.
 template <int DTYPE, bool IS_KEPT> NATIVE_INLINE __m256 rounded(const Numbers& row, long k) {
-  if (IS_KEPT && k + EIGHT <= row.count && !row.columns) {
+  if (IS_KEPT && k + EIGHT <= row.count && row.is_run()) {
     if (DTYPE == holdfast::FLOAT32) return _mm256_loadu_ps((const float*)row.first + k);
     return DTYPE == holdfast::BFLOAT16 ? widened((const Bf16*)row.first + k) : widened((const Half*)row.first + k);
   }
@@ -73,7 +77,7 @@ template <int DTYPE, bool IS_KEPT> NATIVE_INLINE __m256 rounded(const Numbers& r
 
 // Sixteen from the k-th on, rounded to a dtype of 16 bits.
 template <int DTYPE> NATIVE_INLINE __m256i sixteen(const Numbers& row, long k) {
-  if (row.dtype == DTYPE && !row.columns && k + LANES <= row.count)
+  if (row.dtype == DTYPE && row.is_run() && k + LANES <= row.count)
     return _mm256_loadu_si256((const __m256i*)(row.first + k * 2));
   const __m256i both = _mm256_packus_epi32(kept<DTYPE>(row.eight(k)), kept<DTYPE>(row.eight(k + EIGHT)));
   return _mm256_permute4x64_epi64(both, 0xd8);

@@ -41,20 +41,21 @@ struct NativeSpan {
   long place;  // in `b`, of [end - first][16]
 };
 struct NativeAdapted {
-  const void* a;            // [ranks / 16][inputs, slices filled up to whole tiles][16], of the model's dtype
-  const void* b;            // likewise
-  const float* scales;      // [ranks]
-  const NativeSpan* spans;  // [groups * 4]
-  int ranks;                // filled up to sixteens; 0: it adds nothing here
+  const void* a;                 // [ranks / 16][inputs, slices filled up to whole tiles][16], of the model's dtype
+  const void* b;                 // likewise
+  const float* scales;           // [ranks]
+  const NativeSpan* spans;       // [groups * 4]
+  int ranks;                     // filled up to sixteens; 0: it adds nothing here
+  const NativeAdapted* experts;  // [experts] of a mixture, each with its own; `ranks` is the most of them then. Or null
 };
 struct NativeAdapter {
   const NativeAdapted* linears;  // [sites]
 };
-// The matrices of one module as an adapter's file has them: A [rank][a_stride], of which this rank's inputs are the first,
-// or `columns` of a linear says which, and B [outputs][rank].
+// The matrices of one module as an adapter's file has them: A [rank][inputs], of which this rank's inputs are the first, or
+// `columns` of a linear says which, and B [outputs][rank]. A stride: numbers to the next row; a step: to the next column.
 struct NativeLowRank {
   const void *a, *b;
-  long a_stride;
+  long a_stride, a_step, b_stride, b_step;
   float scale;
   int rank, a_dtype, b_dtype;  // rank 0: the module has none
 };

@@ -76,7 +76,12 @@ bool Decoder<W>::experts_part(const NativeLayer& l, Rows routed, Rows rows, floa
   const NativeExperts& e = *l.experts;
   if (!choose_part(e, routed, t) || !up_of_experts(e, rows, t)) return false;
   if (e.shared && !shared_part(t, e, rows)) return false;
-  return holdfast::tasks(t.run, e.experts[0].down.groups, [&](int g) { expert_columns(l, e, g, place, t); });
+  AddedRows added;  // to the expert that all rows go through
+  const Rows inner = {shared_rows.data, shared_rows.stride};
+  if (e.shared && adapted_sites[e.shared->down.site] && !prepare_added(t, e.shared->down, inner, t.num_rows, added))
+    return false;
+  if (!prepare_experts(t, e, e.experts[0].down, inner_rows)) return false;
+  return holdfast::tasks(t.run, e.experts[0].down.groups, [&](int g) { expert_columns(l, e, g, place, t, added); });
 }
 
 // The experts of each row, and the rows of each expert.
@@ -92,7 +97,7 @@ template <class W> bool Decoder<W>::choose_part(const NativeExperts& e, Rows rou
       }))
     return false;
   if (!row_tasks(t.run, t.num_rows, [&](int r) { choose_experts(e, r); })) return false;
-  return holdfast::tasks(t.run, 1, [&](int) { sort_by_expert(e, t.num_rows); });
+  return holdfast::tasks(t.run, 1, [&](int) { sort_by_expert(e, t.num_rows), sort_by_adapter(e, t); });
 }
 
 // The first products of all experts.
@@ -102,6 +107,7 @@ template <class W> bool Decoder<W>::up_of_experts(const NativeExperts& e, Rows r
         memcpy((void*)expert_input.row(i), rows.data + order[i] / e.top_k * rows.stride, length * sizeof(Input));
       }))
     return false;
+  if (!prepare_experts(t, e, e.experts[0].up, expert_input)) return false;
   const int runs = e.experts[0].up.groups;
   const long call = ++t.own.calls;
   return holdfast::tasks(t.run, e.num_experts * runs,
@@ -122,7 +128,8 @@ template <class W> bool Decoder<W>::latent_part(const NativeLayer& l, Rows rows,
           }
       }))
     return false;
-  if (!up_of_experts(e, {latent_rows.data, latent_rows.stride}, t) || !up_part(t, l.mlp, rows, shared_rows))
+  if (!up_of_experts(e, {latent_rows.data, latent_rows.stride}, t) || !up_part(t, l.mlp, rows, shared_rows) ||
+      !prepare_experts(t, e, e.experts[0].down, inner_rows))
     return false;
   const NativeLinear &from = e.experts[0].down, &to = l.mlp.down;
   if (!holdfast::tasks(t.run, from.groups, [&](int g) {
@@ -148,10 +155,13 @@ template <class W> void Decoder<W>::sort_by_expert(const NativeExperts& e, int n
 
 template <class W> void Decoder<W>::expert_up(const NativeMlp& expert, int index, int group, Local& own, long call) {
   Packed<W> w = packed<W>(expert.up);
+  const AddedRows added = added_to_expert(expert.up, index, own);
   for (int first = first_of[index]; first < first_of[index + 1]; first += MAX_ROWS) {
     int count = std::min((int)MAX_ROWS, first_of[index + 1] - first);
     InputRows<W> input = input_rows<W>(own.scratch, w, expert_input.row(first), expert_input.stride, count, call);
-    product(own.scratch, w, group, input, own.scratch.sums);
+    product(own.scratch, w, group, input, own.scratch.sums, -1, [&](int slice, float* sums) {
+      if (added.runs) add_adapted<W>(added, first, group, slice, count, sums);
+    });
     put_inner(expert, group, first, count, own.scratch.sums, inner_rows, room_for_inner(expert));
   }
 }
@@ -165,13 +175,16 @@ template <class W> bool Decoder<W>::shared_part(Thread& t, const NativeExperts& 
   return up_part(t, *e.shared, rows, shared_rows);
 }
 
-template <class W> void Decoder<W>::add_shared(const NativeExperts& e, int g, float* sums, Local& own, int num_rows) {
+template <class W>
+void Decoder<W>::add_shared(const NativeExperts& e, int g, float* sums, Local& own, int num_rows,
+                            const AddedRows& added) {
   Packed<W> w = packed<W>(e.shared->down);
   for (int first = 0; first < num_rows; first += MAX_ROWS) {
     int count = std::min((int)MAX_ROWS, num_rows - first);
     InputRows<W> input = input_rows<W>(own.scratch, w, shared_rows.row(first), shared_rows.stride, count);
     for (int slice = 0; slice < w.slices; slice++) {
       slice_product(own.scratch, w, g, input, slice, own.scratch.sums);
+      if (added.runs) add_adapted<W>(added, first, g, slice, count, own.scratch.sums);
       for (int r = 0; r < count; r++) {
         float* to = sums + ((long)(first + r) * w.slices + slice) * GROUP;
         for (int j = 0; j < GROUP; j += 16)
@@ -190,12 +203,14 @@ template <class W> float* Decoder<W>::sums_of_experts(const NativeExperts& e, in
     Packed<W> w = packed<W>(e.experts[index].down);
     const float* bias = e.experts[index].down.bias;
     const RowUnit* units = room_for_inner(e.experts[index]);
+    const AddedRows added = added_to_expert(e.experts[index].down, index, own);
     for (int first = first_of[index]; first < first_of[index + 1]; first += MAX_ROWS) {
       int count = std::min((int)MAX_ROWS, first_of[index + 1] - first);
       const InputRows<W> input = units ? rows_in_units<W>(units + (long)first * w.k_tiles(), count)
                                        : input_rows<W>(own.scratch, w, inner_rows.row(first), inner_rows.stride, count);
       for (int slice = 0; slice < slices; slice++) {
         slice_product(own.scratch, w, g, input, slice, own.scratch.sums);
+        if (added.runs) add_adapted<W>(added, first, g, slice, count, own.scratch.sums);
         for (int r = 0; r < count; r++) {
           int choice = order[first + r];
           float* to = sums + ((long)(choice / e.top_k) * slices + slice) * GROUP;
@@ -213,10 +228,11 @@ template <class W> float* Decoder<W>::sums_of_experts(const NativeExperts& e, in
 
 // The shared expert is added last; then the slices are, as a binary tree.
 template <class W>
-void Decoder<W>::expert_columns(const NativeLayer& l, const NativeExperts& e, int g, float* place, Thread& t) {
+void Decoder<W>::expert_columns(const NativeLayer& l, const NativeExperts& e, int g, float* place, Thread& t,
+                                const AddedRows& added) {
   const int slices = e.experts[0].down.slices;
   float* sums = sums_of_experts(e, g, t);
-  if (e.shared) add_shared(e, g, sums, t.own, t.num_rows);
+  if (e.shared) add_shared(e, g, sums, t.own, t.num_rows, added);
   for (int row = 0; row < t.num_rows; row++) {
     float* slice = sums + (long)row * slices * GROUP;
     for (int apart = 1; apart < slices; apart *= 2)

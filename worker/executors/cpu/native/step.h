@@ -157,7 +157,7 @@ template <class W> class Decoder {
     long calls = 0;
     Exchange::Waiter peers{SPIN_FOR_PEERS, SPIN_FOR_PEERS};
     std::vector<float> of_experts;
-    AddedRuns added_runs;
+    AddedRuns added_runs, expert_runs;
     float* expert_sums(long count) { return of_experts.assign(count, 0.0f), of_experts.data(); }
     Local(int hidden, const LatentSizes& latents) : normed(OWN_NORM_ROWS, hidden), head(2, MAX_HEAD) {
       if (!latents.weighed && !latents.query_rows) return;
@@ -272,6 +272,13 @@ template <class W> class Decoder {
   void begin_adapters();
   bool prepare_added(Thread& t, const NativeLinear& linear, Rows in, int num_rows, AddedRows& added);
 
+  // --- adapted_experts.h ---
+
+  void begin_adapted_experts(long most);
+  void sort_by_adapter(const NativeExperts& e, const Thread& t);
+  AddedRows added_to_expert(const NativeLinear& linear, int index, Local& own);
+  bool prepare_experts(Thread& t, const NativeExperts& e, const NativeLinear& linear, const Buffer<Input>& rows);
+
   // --- layer_inputs.h ---
 
   bool make_inputs(Thread& t);
@@ -352,7 +359,7 @@ template <class W> class Decoder {
   static void put_inner(const NativeMlp& mlp, int g, int first, int count, const float* sums, Buffer<Input>& out,
                         RowUnit* units);
   bool shared_part(Thread& t, const NativeExperts& e, Rows rows);
-  void add_shared(const NativeExperts& e, int g, float* sums, Local& own, int num_rows);
+  void add_shared(const NativeExperts& e, int g, float* sums, Local& own, int num_rows, const AddedRows& added);
   static void activate(const NativeMlp& mlp, int g, const float* sums, Input* to);
   static void activate(const NativeMlp& mlp, int g, const float* sums, RowUnit* to);
   bool experts_part(const NativeLayer& l, Rows routed, Rows rows, float* place, Thread& t);
@@ -363,7 +370,8 @@ template <class W> class Decoder {
   void sort_by_expert(const NativeExperts& e, int num_rows);
   void expert_up(const NativeMlp& expert, int index, int group, Local& own, long call);
   float* sums_of_experts(const NativeExperts& e, int g, Thread& t);
-  void expert_columns(const NativeLayer& l, const NativeExperts& e, int g, float* place, Thread& t);
+  void expert_columns(const NativeLayer& l, const NativeExperts& e, int g, float* place, Thread& t,
+                      const AddedRows& added);
 
   // --- routing.h ---
 
@@ -397,20 +405,22 @@ template <class W> class Decoder {
   long part_stride = 0;                  // of a sum that a half of a layer leaves
   int next_segment = 0, num_tokens = 0;  // tokens of the vocabulary whose logits are this rank's
   Exchange::Sum last_sum = 0;
-  std::unique_ptr<Exchange> exchange;         // or none
-  bool narrows = false, has_adapted = false;  // has_adapted: of the last step
+  std::unique_ptr<Exchange> exchange;                                 // or none
+  bool narrows = false, has_adapted = false, adapts_experts = false;  // the latter two: of the last step
   Attention<W> attention;
   std::vector<std::unique_ptr<Local>> local;
-  Buffer<float> x, y, wanted_x, inner_of_rows, own_inputs, projected, head_queries, group_best, router_logits,
-      choice_scores;
+  Buffer<float> x, y, wanted_x, inner_of_rows, inner_of_experts, own_inputs, projected, head_queries, group_best,
+      router_logits, choice_scores;
   Buffer<Input> h, h2, queries, attention_out, wanted_mixed, inner_rows, expert_input, shared_rows, latent_rows,
       gated_inputs, query_rows, weighed;   // the last two of latent attention, as `head_queries`
   Buffer<RowUnit> row_units, inner_units;  // of one product's rows, beside each other; the latter of inner rows of MLPs
   int units_of_row = 0;
   Buffer<int> group_at;
   std::vector<int> choices, first_of, order, slices_of_site, wanted_adapters, row_order, wanted_order;
-  std::vector<char> adapted_sites;     // of this step
-  std::vector<NativeAdapted> adapted;  // [sites][adapters], of this step
+  std::vector<int> gathered, gathered_adapters;  // of the rows that experts take: their numbers, their adapters
+  std::vector<char> adapted_sites;               // of this step
+  std::vector<NativeAdapted> adapted;            // [sites][adapters], of this step
+  std::vector<NativeAdapted> of_experts;         // [experts][adapters], of one linear of a mixture
   Turns turns;
   std::vector<float> weights, shared_weights;
   std::vector<int> kind_of, positions[2];   // positions: of rows, and of wanted rows

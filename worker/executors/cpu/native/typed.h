@@ -1,6 +1,7 @@
 // A decoder of one dtype behind an interface without templates: dtypes are compiled by themselves, at the same time.
 // What a step computes is in `step.h`; the library's entry points are in `executor.cpp`.
 #pragma once
+#include "adapted_experts.h"
 #include "adapted_rows.h"
 #include "attention_half.h"
 #include "head.h"
