@@ -4,7 +4,7 @@ A linear of a layout is a stack of modules, some of which have separate adapters
 x))`, with the ranks of all modules one after the other, and each output uses the ranks of its module.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -81,6 +81,12 @@ class AdaptedLinear:
         """Rank of each part; 0: there is none."""
         return tuple(0 if part is None else part.a.shape[0] for part in self.parts)
 
+    def some(self, outputs: slice) -> "AdaptedLinear":
+        """The same of some outputs."""
+        part_of, there = self.part_of[outputs], set(self.part_of[outputs].tolist())
+        parts = tuple(part if number in there else None for number, part in enumerate(self.parts))
+        return replace(self, parts=parts, part_of=part_of, rows=self.rows[outputs])
+
     @property
     def is_run(self) -> bool:
         """Whether its inputs follow each other."""
@@ -92,6 +98,9 @@ EMBEDDING: Final = "embedding"
 """Places of the linear behind the layers, and of the table before them: its addition is that of a linear whose inputs
 are one for the row's token, and zero for all others.
 """
+STATE: Final = "state"
+RATES: Final = "rates"
+"""Linears of a layer that keeps a state: the inputs, and the last of their outputs where these are by themselves."""
 
 
 def adaptable(layout: DecoderLayout) -> dict[str, Linear]:
@@ -122,11 +131,11 @@ def _of_mixer(layer: Layer) -> dict[str, Linear | None]:
     elif attention is not None:
         found |= {"qkv": attention.inputs, "queries": attention.queries, "output": attention.output}
     if state is not None:
-        found["state"] = state.inputs
+        found[STATE] = state.inputs
         if state.output is not None:
             found["output"] = state.output
     if isinstance(state, GatedDeltaNet):
-        found |= {"rates": state.rates, "gates": state.gates}
+        found |= {RATES: state.rates, "gates": state.gates}
     return found
 
 
@@ -155,3 +164,7 @@ class Difference(NamedTuple):
     """Largest number of that product."""
     usual: float
     """Usual size of such numbers: those of few ranks may cancel each other by chance."""
+
+    def with_other(self, other: "Difference") -> "Difference":
+        """The differences of a module whose outputs are in two parts; NaN stays."""
+        return Difference(*(max(both, key=lambda one: (one != one, one)) for both in zip(self, other, strict=True)))

@@ -7,7 +7,7 @@ before 0.19.1 take inputs for outputs in most models: then the product of both i
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -67,49 +67,48 @@ def of_experts(folder: AdapterFolder, layers: Mapping[str, str], mixtures: Mixtu
         mixture = mixtures.get(layers.get(layer_of(owner), ""))
         if mixture is None:
             raise folder.refused(f"{owner} has tensors of experts, and the model has none there that take an adapter")
-        left = list(pairs)
-        for parameter in mixture.values():
-            if not folder.form.names_parameter(f"{owner}.{parameter.name}"):
-                continue
-            taken = [pair for pair in left if _is_turned(folder, pair, parameter) is not None]
-            if not taken:
-                raise folder.refused(_unfit(owner, parameter, left))
-            left.remove(taken[0])
-            found |= _each(folder, owner, taken[0], parameter)
-        if left:
-            raise folder.refused(
-                f"{owner} has lora_A {left[0].a.shape} and lora_B {left[0].b.shape}, which are of no weight of its "
-                "experts that target_parameters name"
-            )
+        named = [one for one in mixture.values() if folder.form.names_parameter(f"{owner}.{one.name}")]
+        is_turned = _are_turned(folder, owner, pairs, named)
+        for parameter, pair in zip(named, _in_order(pairs, named, is_turned) or (), strict=True):
+            found |= _each(folder, owner, pair, parameter, is_turned)
     return found
 
 
-def _unfit(owner: str, parameter: _Parameter, left: list[Pair]) -> str:
-    outputs, inputs = parameter.shape
-    what = f"{owner}.{parameter.name}, whose experts have {inputs} inputs and {outputs} outputs"
-    if not left:
-        return f"target_parameters name {what}, and there are no tensors of it"
-    of = " and ".join(f"lora_A {pair.a.shape} with lora_B {pair.b.shape}" for pair in left)
-    return f"it has {of} for {what}: it is an adapter of another model"
+def _in_order(pairs: Sequence[Pair], named: Sequence[_Parameter], is_turned: bool) -> list[Pair] | None:
+    """The pair of each parameter; None: they are of others. Where shapes are the same, PEFT has them in order."""
+    left, found = list(pairs), []
+    for parameter in named:
+        shape = parameter.shape[::-1] if is_turned else parameter.shape
+        taken = next((pair for pair in left if (pair.b.shape[0], pair.a.shape[1]) == shape), None)
+        if taken is None:
+            return None
+        left.remove(taken)
+        found.append(taken)
+    return None if left else found
 
 
-def _is_turned(folder: AdapterFolder, pair: Pair, parameter: _Parameter) -> bool | None:
-    """Whether the product of a pair is the transposed addition; None: it is of another weight."""
-    found, (outputs, inputs) = (pair.b.shape[0], pair.a.shape[1]), parameter.shape
-    if found not in ((outputs, inputs), (inputs, outputs)):
-        return None
-    if inputs != outputs:
-        return found != (outputs, inputs)
+def _are_turned(folder: AdapterFolder, owner: str, pairs: Sequence[Pair], named: Sequence[_Parameter]) -> bool:
+    """Whether the products of pairs are transposed additions, by their shapes, or by PEFT's version."""
+    fit = [turned for turned in (False, True) if _in_order(pairs, named, turned) is not None]
+    if not fit:
+        has = " and ".join(f"lora_A {pair.a.shape} with lora_B {pair.b.shape}" for pair in pairs)
+        wanted = " and ".join(f"{one.name} with {one.shape[1]} inputs and {one.shape[0]} outputs" for one in named)
+        raise folder.refused(
+            f"{owner} has {has}, and target_parameters name, of each expert, {wanted or 'none of its weights'}: "
+            "tensors are missing, or it is an adapter of another model"
+        )
+    if len(fit) == 1:
+        return fit[0]
     version = _VERSION.match(str(folder.form.config.get("peft_version")))
     if version is None:
         raise folder.refused(
-            f"{parameter.name} of its experts has as many inputs as outputs, and without peft_version its tensors may "
-            "be of either; load and save the adapter with PEFT 0.19.1 or later"
+            f"{owner} has tensors whose inputs may be outputs, and there is no peft_version; load and save the adapter "
+            "with PEFT 0.19.1 or later"
         )
     return tuple(map(int, version.groups())) <= _TURNED_UNTIL
 
 
-def _each(folder: AdapterFolder, owner: str, pair: Pair, parameter: _Parameter) -> dict[str, LowRank]:
+def _each(folder: AdapterFolder, owner: str, pair: Pair, parameter: _Parameter, is_turned: bool) -> dict[str, LowRank]:
     """Matrices of each expert, which lie in those of all."""
     rank, scale = folder.form.rank_and_scale(folder.given, f"{owner}.{parameter.name}")
     (all_ranks, width), (height, _), count = pair.a.shape, pair.b.shape, len(parameter.modules)
@@ -118,7 +117,6 @@ def _each(folder: AdapterFolder, owner: str, pair: Pair, parameter: _Parameter) 
             f"{owner} has lora_A {pair.a.shape} and lora_B {pair.b.shape}, and must have {rank} ranks for each of "
             f"{count} experts of {parameter.name}"
         )
-    is_turned = _is_turned(folder, pair, parameter)
     found = {}
     for number, module in enumerate(parameter.modules):
         of_a = pair.a.first + number * rank * width * pair.a.dtype.itemsize

@@ -206,9 +206,9 @@ def _pairs(given: str, matrices: Mapping[str, StoredMatrix]) -> dict[str, Pair]:
 
 
 def _stacks(form: AdapterForm, pairs: Iterable[str]) -> dict[str, list[str]]:
-    """Names of pairs of experts' parameters by the module that has these."""
+    """Names of pairs of experts' parameters by the module that has these, in the order of its parameters."""
     found = defaultdict[str, list[str]](list)
-    for name in sorted(pairs):
+    for name in sorted(pairs, key=len, reverse=True):
         owner = _WRAPPED.sub("", name)
         if owner.endswith(EXPERTS) and any(
             form.names_parameter(f"{owner}.{one.rpartition('.')[2]}") for one in form.parameters

@@ -6,12 +6,13 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from holdfast.worker.executors.adapters import EMBEDDING, HEAD, AdaptedLinear, Difference
+from holdfast.worker.executors.adapters import EMBEDDING, HEAD, AdaptedLinear, Difference, place_of_all
 from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.adapter_experts import mixtures_of, of_experts
 from holdfast.worker.models.adapter_folder import AdapterFolder
 from holdfast.worker.models.adapter_names import ModuleNames, layer_of, prefixes_of
 from holdfast.worker.models.adapter_tables import OwnTables, differing_row
+from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.module_places import places_of
 
 _PROOF_LIMIT: Final = 1e-4
@@ -32,11 +33,7 @@ class AdapterPlaces:
         self._mixtures = mixtures_of(self._places)
         self._shapes = {name: shape for place in self._places.values() for name, shape in place.with_shapes().items()}
         """Shapes [outputs, inputs] of the modules that may have adapters, of the whole model."""
-        self._may_be_left_out = {
-            name for key, place in self._places.items() for name in place.modules if _is_of_mixture(key)
-        }
-        routers = [name for key, place in self._places.items() for name in place.modules if key.endswith(".router")]
-        self._names = ModuleNames(self._shapes, routers)
+        self._names = ModuleNames(self._shapes, FAMILIES[config.model_type].stored_as)
 
     def named(self, folder: AdapterFolder) -> AdapterFolder:
         """The folder with the names of the whole model's modules, and the matrices of each expert.
@@ -129,13 +126,13 @@ class AdapterPlaces:
         which PEFT takes for linears in some versions alone; the others are whole.
         """
         layers, form = {layer_of(name) for name in folder.modules}, folder.form
-        with_experts = {layer_of(name) for name in folder.modules if name in self._may_be_left_out}
         if form.targets != "all-linear" and not form.prefixes[0]:
             layers |= self._of_vocabulary
-        known = (name for place in self._places.values() for name in place.modules)
-        for name in sorted(one for one in known if one not in folder.modules and layer_of(one) in layers):
-            may_be_left_out = name in self._may_be_left_out and layer_of(name) not in with_experts
-            if not may_be_left_out and form.names(folder.given, name):
+        names = {key: place.modules_of(folder.modules) for key, place in self._places.items()}
+        there = {place_of_all(key) for key, of_place in names.items() if any(one in folder.modules for one in of_place)}
+        whole = [key for key in names if place_of_all(key) in there or not _is_of_mixture(key)]
+        for name in sorted(one for key in whole for one in names[key] if one not in folder.modules):
+            if layer_of(name) in layers and form.names(folder.given, name):
                 raise folder.refused(f"target_modules name {name}, and there are no tensors of it")
 
 

@@ -59,12 +59,14 @@ def save_adapter(
     seed: int = 0,
     targets: Iterable[str] | None = None,
     tables: Iterable[str] = (),
+    stacks: Iterable[str] = (),
     change: Change | None = None,
     std: float = 0.1,
     **config: Any,
 ) -> Path:
     """An adapter of some linears of the model in `base`, and of `tables`: `lm_head` and a name that ends with
-    `embed_tokens`. `change` may change its config and its tensors before they are written.
+    `embed_tokens`, and of `stacks`: weights of all experts together, in the order of the module that has them.
+    `change` may change its config and its tensors before they are written.
     """
     generator = torch.Generator().manual_seed(seed)
     modules = modules_of(base, targets)
@@ -75,6 +77,8 @@ def save_adapter(
         tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * std
     for name in tables:
         tensors |= of_table(base, name, rank, generator, std)
+    for owner in owners_of_experts(base) if stacks else ():
+        tensors |= of_experts(base, owner, tuple(stacks), rank, generator, std)
     written = {
         **PEFT_WRITES,
         "peft_type": "LORA",
@@ -84,6 +88,7 @@ def save_adapter(
         "bias": "none",
         "base_model_name_or_path": "tiny",
         "task_type": "CAUSAL_LM",
+        "target_parameters": [f"mlp.experts.{one}" for one in stacks] or None,
         **config,
     }
     if change is not None:
@@ -107,6 +112,34 @@ def of_table(base: Path, name: str, rank: int, generator: torch.Generator, std: 
     }
 
 
+def owners_of_experts(base: Path) -> list[str]:
+    """The modules of a checkpoint that have the weights of experts, as transformers keeps these together."""
+    names = load_file(base / "model.safetensors")
+    return sorted({name.partition(".experts.")[0] + ".experts" for name in names if ".experts." in name})
+
+
+def of_experts(
+    base: Path, owner: str, stacks: tuple[str, ...], rank: int, generator: torch.Generator, std: float
+) -> dict[str, Tensor]:
+    """As PEFT writes adapters of the weights of all experts: a name for each, the first one innermost."""
+    inner = load_file(base / "model.safetensors")[f"{owner}.0.gate_proj.weight"].shape
+    count, found = len(experts_of(base, owner)), {}
+    shapes = {"gate_up_proj": (2 * inner[0], inner[1]), "down_proj": (inner[1], inner[0])}
+    for depth, one in enumerate(reversed(stacks)):
+        name = owner + depth * ".base_layer"
+        outputs, inputs = shapes[one]
+        found[f"{PREFIX}{name}.lora_A.weight"] = torch.randn(count * rank, inputs, generator=generator) * std
+        found[f"{PREFIX}{name}.lora_B.weight"] = torch.randn(outputs, rank * count, generator=generator) * std
+    return found
+
+
+def experts_of(base: Path, owner: str) -> list[str]:
+    """The modules of the experts below `owner`."""
+    names = load_file(base / "model.safetensors")
+    numbers = {name.removeprefix(owner).split(".")[1] for name in names if name.startswith(f"{owner}.")}
+    return [f"{owner}.{number}" for number in sorted(numbers, key=int)]
+
+
 def merge(base: Path, adapter: Path, folder: Path, scale: float | None = None) -> Path:
     """The checkpoint in float32 with the adapter's products added to its weights."""
     shutil.copytree(base, folder)
@@ -122,8 +155,12 @@ def merge(base: Path, adapter: Path, folder: Path, scale: float | None = None) -
             module = name.removeprefix(PREFIX).removesuffix(".lora_embedding_A")
             product = (low[name.replace("embedding_A", "embedding_B")].double() @ low[name].double() * scale).T
             tensors[f"{module}.weight"] = (tensors[f"{module}.weight"].double() + product).float()
-        if name.endswith("lora_A.weight"):
-            module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        module = name.removeprefix(PREFIX).removesuffix(".lora_A.weight")
+        owner = module.replace(".base_layer", "")
+        if name.endswith("lora_A.weight") and owner.endswith(".experts"):
+            b = low[name.replace("lora_A", "lora_B")].double()
+            merge_experts(tensors, experts_of(base, owner), low[name].double(), b * scale)
+        elif name.endswith("lora_A.weight"):
             product = low[name.replace("lora_A", "lora_B")].double() @ low[name].double() * scale
             weight = tensors[f"{module}.weight"]
             tensors[f"{module}.weight"] = (weight.double() + product).float()
@@ -138,3 +175,16 @@ def places_of(base: Path, group: TensorParallelGroup | None = None) -> AdapterPl
     """Places of a rank's layout of the model in `base`."""
     config = read_stated_config(json.loads((base / "config.json").read_text()))
     return AdapterPlaces(config, group or SingleRank(), OwnTables(ModelConfig(model=str(base)), config, base))
+
+
+def merge_experts(tensors: dict[str, Tensor], experts: list[str], a: Tensor, b: Tensor) -> None:
+    """Adds to each expert's weights the product of its part of matrices of all experts."""
+    a, b = a.unflatten(0, (len(experts), -1)), b.unflatten(1, (-1, len(experts)))
+    for number, expert in enumerate(experts):
+        product = b[:, :, number] @ a[number]
+        of_gate = len(tensors[f"{expert}.gate_proj.weight"])
+        is_down = product.shape == tensors[f"{expert}.down_proj.weight"].shape
+        parts = {"down_proj": product} if is_down else {"gate_proj": product[:of_gate], "up_proj": product[of_gate:]}
+        for part, change in parts.items():
+            weight = tensors[f"{expert}.{part}.weight"]
+            tensors[f"{expert}.{part}.weight"] = (weight.double() + change).float()

@@ -87,6 +87,11 @@ class Site:
             self._outputs = found = AdaptedOutputs(self.rows, part_of, rows)
         return found
 
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of the linear."""
+        return int(self.rows.max()) + 1
+
     def has_rows(self, rows: IntArray) -> bool:
         """Whether its packed outputs are these."""
         return np.array_equal(self.rows, rows)

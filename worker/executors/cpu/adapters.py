@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.adapters import AdaptedLinear, Difference
+from holdfast.worker.executors.adapters import RATES, STATE, AdaptedLinear, Difference
 from holdfast.worker.executors.cpu.adapted_outputs import LANES, AdaptedOutputs, Site, Sites
 from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.linear_structures import (
@@ -31,14 +31,16 @@ class AdapterPlan:
 
     def __init__(self, sites: Sites, adapted: Mapping[str, AdaptedLinear], dtype: torch.dtype) -> None:
         """Numbers are rounded to `dtype`, the model's."""
-        self.dtype, self.of_model, self.places = dtype, sites, tuple(adapted)
-        plans = [_Plan(sites.by_place[place], one) for place, one in adapted.items()]
-        self.num_parts = [len(one.parts) for one in adapted.values()]
+        self.dtype, self.of_model = dtype, sites
+        parts = [(place, *part) for place, one in adapted.items() for part in _at_sites(sites, place, one)]
+        self.places = [(place, len(one.parts)) for place, _, one in parts]
+        """The place that each packed linear is a part of, and the number of its modules."""
+        plans = [_Plan(sites.by_place[site], one) for _, site, one in parts]
         ends = np.cumsum([0, *(plan.length for plan in plans)]) * dtype.itemsize
         self.num_bytes = int(ends[-1])
         self.scales = np.concatenate([np.zeros(0, dtype=np.float32), *(plan.scales for plan in plans)])
         """Scales of the parts of all ranks."""
-        self.parts = np.array([part for one in adapted.values() for part in _parts(one)], dtype=_LOW_RANK)
+        self.parts = np.array([part for _, _, one in parts for part in _parts(one)], dtype=_LOW_RANK)
         """Matrices of all linears; their addresses are places in a file's content."""
         self.adapted = np.zeros(len(plans), dtype=_ADAPTED)
         """Packed matrices of each linear; addresses are places in memory, and among the scales."""
@@ -46,11 +48,11 @@ class AdapterPlan:
         """Parts that each linear is packed from; addresses of parts are places among them."""
         self._kept = plans  # their arrays
         first_part = first_rank = 0
-        for index, (place, plan) in enumerate(zip(adapted, plans, strict=True)):
+        for index, ((_, site, _), plan) in enumerate(zip(parts, plans, strict=True)):
             a = int(ends[index])
             b = a + plan.length_of_a * dtype.itemsize
             self.adapted[index] = a, b, first_rank * 4, plan.spans.ctypes.data, len(plan.scales), 0
-            self.sites[index] = plan.native(first_part * _LOW_RANK.itemsize, dtype, sites.number_of[place])
+            self.sites[index] = plan.native(first_part * _LOW_RANK.itemsize, dtype, sites.number_of[site])
             first_part, first_rank = first_part + len(plan.added.parts), first_rank + len(plan.scales)
 
 
@@ -94,11 +96,24 @@ class PackedAdapter:
         arrays = sites.ctypes.data, self.linears.ctypes.data, len(sites)
         outcome = self._library.native_load_adapter(*arrays, DTYPES[plan.dtype], packs, found.ctypes.data)
         check_outcome(outcome, "an adapter")
-        rows = iter(found.tolist())
-        return {
-            place: [Difference(*next(rows)) for _ in range(count)]
-            for place, count in zip(plan.places, plan.num_parts, strict=True)
-        }
+        rows, differences = iter(found.tolist()), dict[str, list[Difference]]()
+        for place, count in plan.places:
+            some = [Difference(*next(rows)) for _ in range(count)]
+            others = differences.get(place, some)  # of the place's other outputs
+            differences[place] = [one.with_other(other) for one, other in zip(some, others, strict=True)]
+        return differences
+
+
+def _at_sites(sites: Sites, place: str, one: AdaptedLinear) -> list[tuple[str, AdaptedLinear]]:
+    """What is added to each packed linear of a place: the last outputs of a recurrence are a linear of their own where
+    they are quantized in another way.
+    """
+    count = sites.by_place[place].num_outputs
+    if count == len(one.rows):
+        return [(place, one)]
+    rest = place.replace(STATE, RATES)
+    assert len(one.rows) - count == sites.by_place[rest].num_outputs, "both are all outputs"
+    return [(place, one.some(slice(count))), (rest, one.some(slice(count, None)))]
 
 
 class _Plan:

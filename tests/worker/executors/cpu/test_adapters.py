@@ -14,6 +14,7 @@ from holdfast.worker.executors.tensor_parallel import SingleRank
 from holdfast.worker.models.adapter_folder import read_adapter
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
+from tests.parity.hybrids import save_hybrid
 from tests.worker.executors.cpu.native import library_or_skip, other_classes, same_bits
 from tests.worker.executors.cpu.runs import Runner, tokens
 from tests.worker.executors.steps import Part, batch_of
@@ -32,8 +33,12 @@ FAMILIES = (
     "olmo2",
     "starcoder2",
     "mistral",
+    "qwen2_moe",
+    "mixtral",
 )
+EXPERTS = ("gate_up_proj", "down_proj")
 IDS = tokens(50)
+NUM_STATES = 8
 
 
 def packed_in(executor, places, folder):
@@ -41,8 +46,19 @@ def packed_in(executor, places, folder):
     return executor.pack_adapter(executor.plan_adapter(places.apply(read)), read.content)
 
 
+def adapted(batch, slots, **changes):
+    """A step whose sequences have adapters by their slots, and states by their number."""
+    own = np.array(slots, dtype=np.int64)
+    states = {"state_slots": np.arange(len(own)), "num_drafts": np.zeros(len(own), dtype=np.int64)}
+    return replace(batch, adapter_slots=own, **states, **changes)
+
+
 class Adapted(Runner):
-    """A runner whose sequences have the adapters of their slots."""
+    """A runner whose sequences have the adapters of their slots, and states by their number in a step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.executor.allocate_states(NUM_STATES, 0)
 
     def put(self, base: Path, *folders: Path) -> "Adapted":
         places = places_of(base)
@@ -52,8 +68,7 @@ class Adapted(Runner):
 
     def with_slots(self, slots, *parts: Part):
         """The logits of all tokens, by sequence, each with the adapter of its slot."""
-        batch = replace(batch_of(parts, self.block_size), adapter_slots=np.array(slots, dtype=np.int64))
-        output = self.executor.run(batch, with_logits=True)
+        output = self.executor.run(adapted(batch_of(parts, self.block_size), slots), with_logits=True)
         return list(output.logits.clone().split([len(part.token_ids) for part in parts]))
 
     def alone(self, slot, ids=IDS, chunks=()):
@@ -72,33 +87,44 @@ def test_equal_to_the_merged_model_in_float32(tmp_path, family):
     adapter = save_adapter(base, tmp_path / "adapter", tables=tables)
     merged = merge(base, adapter, tmp_path / "merged")
     runner = Adapted(stated(base, dtype="float32")).put(base, adapter)
-    whole = Runner(stated(merged, dtype="float32"))
-    found, expected, plain = runner.alone(1), whole.run(IDS), runner.alone(0)
+    whole = Adapted(stated(merged, dtype="float32"))
+    found, expected, plain = runner.alone(1), whole.alone(0), runner.alone(0)
     runner.close(), whole.close()
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert (plain - expected).abs().max() > 1e-2 * expected.abs().max(), "the adapter changes something"
 
 
 @cache
-def _tiny(root: Path, family="llama"):
+def _tiny(root: Path, family: str):
     """A model and three adapters, of different ranks and targets."""
-    base = save_tiny_model(family, root / "base", num_attention_heads=8, num_key_value_heads=4)
-    adapters = (
+    if family == "hybrid":
+        base = save_hybrid(root / "base", "mixture", num_key_value_heads=4)
+    else:
+        base = save_tiny_model(family, root / "base", num_attention_heads=8, num_key_value_heads=4)
+    stacks = EXPERTS if family != "llama" else ()
+    few = ("q_proj", "v_proj")
+    return base, (
         save_adapter(base, root / "one", seed=1),
-        save_adapter(base, root / "two", seed=2, rank=33, use_rslora=True),
-        save_adapter(base, root / "three", seed=3, rank=4, targets=("q_proj", "v_proj"), tables=TABLES),
+        save_adapter(
+            base, root / "two", seed=2, rank=33, use_rslora=True, targets=few if stacks else None, stacks=stacks
+        ),
+        save_adapter(base, root / "three", seed=3, rank=4, targets=few, tables=TABLES, stacks=stacks[1:]),
     )
-    return base, adapters
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2_moe", "hybrid"])
+def each(request, tmp_path_factory):
+    return _tiny(tmp_path_factory.mktemp("adapters"), request.param)
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return _tiny(tmp_path_factory.mktemp("adapters"))
+    return _tiny(tmp_path_factory.mktemp("adapters"), "llama")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_alone_in_company_and_in_chunks(tiny, dtype):
-    base, adapters = tiny
+def test_alone_in_company_and_in_chunks(each, dtype):
+    base, adapters = each
     runner = Adapted(stated(base, dtype=dtype), threads=2, num_blocks=128).put(base, *adapters)
     others = [tokens(70, seed=seed) for seed in range(8)]
     slots = [1, 0, 2, 3, 2, 0, 1, 3]
@@ -114,8 +140,8 @@ def test_alone_in_company_and_in_chunks(tiny, dtype):
         assert same_bits(torch.cat(rows), runner.alone(slot, ids))
         runner.free = list(range(64))
     assert same_bits(runner.alone(2, chunks=(1, 7)), runner.alone(2))
-    plain = Runner(stated(base, dtype=dtype), threads=2)
-    assert same_bits(plain.run(others[1]), torch.cat(together[1])), "rows without an adapter keep their bits"
+    plain = Adapted(stated(base, dtype=dtype), threads=2)
+    assert same_bits(plain.alone(0, others[1]), torch.cat(together[1])), "rows without an adapter keep their bits"
     runner.close(), plain.close()
 
 
@@ -132,22 +158,20 @@ def test_groups_that_threads_share_unevenly(tmp_path):
     assert same_bits(found[0], found[2])
 
 
-def test_the_wanted_rows_alone_and_several_steps(tiny):
-    base, adapters = tiny
+def test_the_wanted_rows_alone_and_several_steps(each):
+    base, adapters = each
     runner = Adapted(stated(base, dtype="bfloat16"), num_blocks=64).put(base, *adapters)
     ids, slots = [tokens(40, seed=seed) for seed in range(3)], [3, 0, 1]
     parts = [Part(0, own, runner.blocks(len(own))) for own in ids]
     every = torch.cat(runner.with_slots(slots, *parts))
-    batch = replace(
-        batch_of(parts, runner.block_size), adapter_slots=np.array(slots), logits_rows=np.array([39, 70, 119])
-    )
+    batch = adapted(batch_of(parts, runner.block_size), slots, logits_rows=np.array([39, 70, 119]))
     some = runner.executor.run(batch, with_logits=True).logits
     assert same_bits(some, every[[39, 70, 119]])
     runner.close()
 
 
-def test_instruction_classes(tiny):
-    base, adapters = tiny
+def test_instruction_classes(each):
+    base, adapters = each
     for dtype in ("bfloat16", "float32"):
         expected = None
         for name in ("avx2", *other_classes(getattr(torch, dtype))):
@@ -159,12 +183,12 @@ def test_instruction_classes(tiny):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_have_the_bits_of_one(tiny, size):
+def test_ranks_have_the_bits_of_one(each, size):
     library_or_skip()
-    base, adapters = tiny
+    base, adapters = each
     runner = Adapted(stated(base, dtype="bfloat16")).put(base, *adapters)
     parts = [Part(0, IDS, runner.blocks(len(IDS))) for _ in range(4)]
-    batch = replace(batch_of(parts, runner.block_size), adapter_slots=np.array([1, 0, 2, 3]))
+    batch = adapted(batch_of(parts, runner.block_size), [1, 0, 2, 3])
     expected = runner.executor.run(batch, with_logits=True).logits.clone()
     runner.close()
 
@@ -174,6 +198,7 @@ def test_ranks_have_the_bits_of_one(tiny, size):
         for slot, folder in enumerate(adapters, 1):
             executor.put_adapter(slot, packed_in(executor, places, folder))
         executor.allocate_cache(64, 32)
+        executor.allocate_states(NUM_STATES, 0)
         found = executor.run(batch, with_logits=True).logits.clone()
         executor.close()
         return found
@@ -204,9 +229,9 @@ def test_proved_at_load(tmp_path, family):
     assert proved(base, save_adapter(base, tmp_path / "adapter", rank=5, seed=3), dtype)
 
 
-def test_ranks_prove_their_shares(tiny):
+def test_ranks_prove_their_shares(each):
     library_or_skip()
-    base, adapters = tiny
+    base, adapters = each
     assert all(run_ranks(4, lambda group: proved(base, adapters[1], "bfloat16", group)))
 
 
@@ -249,9 +274,9 @@ def times(tensors, part, factor):
     tensors.update({name: tensor * factor for name, tensor in tensors.items() if part in name})
 
 
-def test_beside_quantized_weights(tiny, tmp_path):
+def test_beside_quantized_weights(each, tmp_path):
     """What an adapter adds does not depend on how the base's weights are kept."""
-    base, adapters = tiny
+    base, adapters = each
     layout = stated(base, dtype="bfloat16", quantization="int8", quantized_activations="int8")
     quantized = Adapted(layout).put(base, *adapters)
     plain = Adapted(stated(base, dtype="float32")).put(base, *adapters)
