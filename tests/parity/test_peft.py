@@ -38,7 +38,10 @@ FAMILIES = {
     "granitemoe": {"target_parameters": [*EXPERTS, "router.weight"], "r": 4},
     "ernie4_5_moe": {"target_parameters": EXPERTS, "r": 4, "rank_pattern": {"experts.down_proj": 9}},
     "gemma4_text": {"target_modules": MLP, "target_parameters": EXPERTS, "r": 4},
-    "gemma4_text, shared keys": {"target_modules": r".*(per_layer_(input_gate|projection|model_projection)|up_proj|q_proj)", "r": 4},
+    "gemma4_text, shared keys": {
+        "target_modules": r".*(per_layer_(input_gate|projection|model_projection)|up_proj|q_proj)",
+        "r": 4,
+    },
     # latent attention
     "deepseek_v3": {"target_modules": LATENT, "target_parameters": EXPERTS, "r": 4},
     "deepseek_v2": {"target_modules": [*LATENT, *SHARED], "r": 4},

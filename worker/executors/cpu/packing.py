@@ -25,11 +25,7 @@ from holdfast.worker.executors.cpu.model_structures import (
     NativeShortConv,
     NativeTokenInputs,
 )
-from holdfast.worker.executors.cpu.packed_rows import (
-    gate_and_up,
-    in_dtype,
-    padded_places,
-)
+from holdfast.worker.executors.cpu.packed_rows import gate_and_up, in_dtype, padded_places
 from holdfast.worker.executors.cpu.part_packing import GROUP, TILE, PartPacker
 from holdfast.worker.executors.cpu.states import recurrence_numbers
 from holdfast.worker.executors.cpu.tile_memory import (
