@@ -28,14 +28,7 @@ from holdfast.worker.executors.cpu.model_structures import (
 from holdfast.worker.executors.cpu.packed_rows import gate_and_up, in_dtype, padded_places
 from holdfast.worker.executors.cpu.part_packing import GROUP, TILE, PartPacker
 from holdfast.worker.executors.cpu.states import recurrence_numbers
-from holdfast.worker.executors.cpu.tile_memory import (
-    Arena,
-    Compactor,
-    FreedWeights,
-    address_of,
-    is_tied,
-    mapped_memory,
-)
+from holdfast.worker.executors.cpu.tile_memory import Arena, Compactor, FreedWeights, address_of, is_tied, mapped_memory
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
 from holdfast.worker.executors.kv_cache import KVSpec
 from holdfast.worker.executors.layout import (
@@ -113,7 +106,7 @@ class PackedModel(PartPacker):
         self.model = self._model(layout, head, num_sites=len(numbers) + 1)
         self.sites = Sites({place: self._sites[place] for place in places} | {EMBEDDING: _site_of_embedding(layout)})
         """The linears that adapters may add to, and the embedding."""
-        own = [layer.attention for layer in layout.layers if layer.attention and kv_source(layer) is None]
+        own = (layer.attention for layer in layout.layers if layer.attention and kv_source(layer) is None)
         self._first_kv_heads = [one.first_kv_head if isinstance(one, Attention) else 0 for one in own]
         self._arena.finish()
         self._spent = self._compactor = None

@@ -1,4 +1,4 @@
-"""Adapters of experts as PEFT writes them (`target_parameters`): of any version, and refused by name if they do not fit."""
+"""Adapters of experts as any version of PEFT writes them (`target_parameters`), and those that are refused by name."""
 
 import re
 
