@@ -21,6 +21,7 @@ _DOWN: Final = "down_proj"
 _UP: Final = "up_proj"
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 _TURNED_UNTIL: Final = (0, 19, 0)
+"""The last version of PEFT that took inputs for outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class _Parameter:
 
     name: str
     modules: tuple[str, ...]
-    """Of each expert."""
+    """Names for each expert."""
     shape: tuple[int, int]
     """Outputs and inputs of an expert."""
 
