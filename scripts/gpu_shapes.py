@@ -88,7 +88,7 @@ def layout_of(shape: Shape, num_layers: int = 1) -> DecoderLayout:
             normalized=True,
             experts=tuple(mlp(shape.inner) for _ in range(shape.num_experts)),
             shared=mlp(shape.shared_inner) if shape.shared_inner else None,
-            shared_gate=weight(1, shape.hidden) if shape.shared_inner else None,
+            shared_gate=Linear(weights=(weight(1, shape.hidden),)) if shape.shared_inner else None,
         )
 
     own = experts() if shape.num_experts else mlp(shape.inner)
