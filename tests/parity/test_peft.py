@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)  # the first import of PEFT compiles it
 QKV, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 SHARED = [f"shared_expert{s}.{one}" for one in MLP for s in ("", "s")]
-LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "linear_attn.out_proj"]
 FAMILIES = {
     "llama": {"target_modules": "all-linear", "r": 8},
@@ -45,6 +45,7 @@ FAMILIES = {
     # latent attention
     "deepseek_v3": {"target_modules": LATENT, "target_parameters": EXPERTS, "r": 4},
     "deepseek_v2": {"target_modules": [*LATENT, *SHARED], "r": 4},
+    "deepseek_v3, whole queries": {"target_modules": ["kv_b_proj"], "r": 19},
     # states
     "mixture": {"target_modules": DELTA, "target_parameters": [*EXPERTS, "gate.weight"], "r": 4},
     "by key heads, mixture": {"target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj"], "r": 4},

@@ -98,6 +98,9 @@ EMBEDDING: Final = "embedding"
 """Places of the linear behind the layers, and of the table before them: its addition is that of a linear whose inputs
 are one for the row's token, and zero for all others.
 """
+ABSORB: Final = "absorb"
+EXPAND: Final = "expand"
+"""Places of the heads of latent attention's weight, whose keys take queries and whose values make outputs."""
 STATE: Final = "state"
 RATES: Final = "rates"
 """Linears of a layer that keeps a state: the inputs, and the last of their outputs where these are by themselves."""
@@ -105,7 +108,7 @@ RATES: Final = "rates"
 
 def adaptable(layout: DecoderLayout) -> dict[str, Linear]:
     """The linears that adapters may add to, by their place in the layout. Those of a mixture's experts are
-    `LAYER.expert_up.EXPERT` and `LAYER.expert_down.EXPERT`.
+    `LAYER.expert_up.EXPERT` and `LAYER.expert_down.EXPERT`; of latent attention a place is one head of a linear.
     """
     found: dict[str, Linear | None] = {}
     for index, layer in enumerate(layout.layers):
@@ -119,7 +122,7 @@ def adaptable(layout: DecoderLayout) -> dict[str, Linear]:
 
 
 def place_of_all(place: str) -> str:
-    """The place that an expert's linear has with those of the other experts; other linears are by themselves."""
+    """The place of an expert's or a head's linear with those of the others; other linears are by themselves."""
     return place.rpartition(".")[0] if place.count(".") > 1 else place
 
 
@@ -130,6 +133,8 @@ def _of_mixer(layer: Layer) -> dict[str, Linear | None]:
         found |= {"qkv": attention.qkv, "output": attention.output}
     elif attention is not None:
         found |= {"qkv": attention.inputs, "queries": attention.queries, "output": attention.output}
+        for head in range(attention.num_heads):
+            found |= {f"{ABSORB}.{head}": attention.absorb, f"{EXPAND}.{head}": attention.expand}
     if state is not None:
         found[STATE] = state.inputs
         if state.output is not None:

@@ -15,12 +15,13 @@ from holdfast.worker.executors.adapters import LowRank, StoredMatrix
 from holdfast.worker.models.adapter_folder import AdapterFolder
 from holdfast.worker.models.adapter_form import Pair
 from holdfast.worker.models.adapter_names import layer_of
-from holdfast.worker.models.module_places import GATE_UP, Place
+from holdfast.worker.models.module_places import GATE_UP, Place, is_of_expert
 
 _DOWN: Final = "down_proj"
 _UP: Final = "up_proj"
 _VERSION: Final = re.compile(r"(\d+)\.(\d+)\.(\d+)")
 _TURNED_UNTIL: Final = (0, 19, 0)
+"""The last version of PEFT that took inputs for outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class _Parameter:
 
     name: str
     modules: tuple[str, ...]
-    """Of each expert."""
+    """Names for each expert."""
     shape: tuple[int, int]
     """Outputs and inputs of an expert."""
 
@@ -43,7 +44,7 @@ def mixtures_of(places: Mapping[str, Place | None]) -> Mixtures:
     experts: dict[tuple[str, str], list[str]] = {}
     shapes: dict[tuple[str, str], tuple[int, int]] = {}
     for key, place in places.items():
-        if place is None or key.count(".") < 2:
+        if place is None or not is_of_expert(key):
             continue
         is_down = ".expert_down." in key
         name = _DOWN if is_down else _UP if place.together is None else GATE_UP

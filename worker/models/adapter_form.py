@@ -34,7 +34,7 @@ _TENSOR: Final = re.compile(
     r"((?P<part>[AB])(\.default)?\.weight|embedding_(?P<of_table>[AB])(\.default)?)"
 )
 _WRAPPED: Final = re.compile(r"(\.base_layer)+$")
-"""What PEFT puts behind the name of a module for each parameter of it that has an adapter, but for the last one."""
+"""End that PEFT gives the name of a module for each parameter with an adapter but the last one."""
 EXPERTS: Final = ".experts"
 """End of the name of a module that has the weights of a mixture's experts."""
 _COPY: Final = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
@@ -71,7 +71,7 @@ class AdapterForm:
     parameters: tuple[str, ...]
     """Ends of the names of parameters that are adapted without a module of their own, as those of experts."""
     config: Mapping[str, Any]
-    """What `adapter_config.json` says."""
+    """Content of `adapter_config.json`."""
     matrices: Mapping[str, StoredMatrix]
     """Stored matrices by the names of their tensors."""
     modules: Mapping[str, LowRank]
@@ -81,7 +81,7 @@ class AdapterForm:
     copies: Mapping[str, StoredMatrix]
     """Weights of the model itself, by module, which PEFT saves beside adapters of the embedding and of the head."""
     prefixes: tuple[str, str] = ("", "")
-    """How names of the model's modules begin, and those that the adapter has for them."""
+    """Beginnings of the names of the model's modules, and of the names that the adapter has for them."""
 
     def names(self, given: str, module: str) -> bool:
         """Whether the adapter's targets name a module, or its weight."""

@@ -53,7 +53,7 @@ class ModuleNames:
 
 
 def prefixes_of(layers: Mapping[str, str]) -> tuple[str, str]:
-    """How the names of the model's modules begin, and those of the adapter's, by some of its layers."""
+    """Beginnings of the names of the model's modules and of the adapter's, by some of its layers."""
     for theirs, own in layers.items():
         pairs = zip(reversed(theirs), reversed(own), strict=False)
         end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -13,7 +13,7 @@ from holdfast.worker.models.adapter_folder import AdapterFolder
 from holdfast.worker.models.adapter_names import ModuleNames, layer_of, prefixes_of
 from holdfast.worker.models.adapter_tables import OwnTables, differing_row
 from holdfast.worker.models.families import FAMILIES
-from holdfast.worker.models.module_places import places_of
+from holdfast.worker.models.module_places import is_of_expert, places_of
 
 _PROOF_LIMIT: Final = 1e-4
 """Largest error of an addition, as a share of its usual size: sums are float32."""
@@ -33,6 +33,8 @@ class AdapterPlaces:
         self._mixtures = mixtures_of(self._places)
         self._shapes = {name: shape for place in self._places.values() for name, shape in place.with_shapes().items()}
         """Shapes [outputs, inputs] of the modules that may have adapters, of the whole model."""
+        self._times = Counter(name for place in self._places.values() for name in place.with_shapes())
+        """Places of each module: several of one that latent attention has by head."""
         self._names = ModuleNames(self._shapes, FAMILIES[config.model_type].stored_as)
 
     def named(self, folder: AdapterFolder) -> AdapterFolder:
@@ -96,8 +98,10 @@ class AdapterPlaces:
                         f"differs by {error:.3g}, of numbers up to {max(usual, largest):.3g})"
                     )
                 has_effect = has_effect or largest > 0
-        if wrong := [name for name in folder.modules if times[name] != 1]:
-            raise folder.refused(f"{wrong[0]} is applied {times[wrong[0]]} times, and must be applied once")
+        if wrong := [name for name in folder.modules if times[name] != self._times[name]]:
+            raise folder.refused(
+                f"{wrong[0]} is applied {times[wrong[0]]} times, and must be applied {self._times[wrong[0]]} times"
+            )
         if not has_effect and folder.has_effect:
             raise folder.refused(f"its numbers are too small for the model's {dtype}: nothing of it would be added")
         return has_effect
@@ -138,4 +142,4 @@ class AdapterPlaces:
 
 def _is_of_mixture(place: str) -> bool:
     """Whether a place is that of a router, or of one expert of several."""
-    return place.endswith(".router") or place.count(".") > 1
+    return place.endswith(".router") or is_of_expert(place)

@@ -4,7 +4,7 @@ They are found by reading the layout twice more, from tensors whose numbers are 
 that are stacked, split, divided by heads or shared by ranks need no separate rules here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -12,9 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.adapters import EMBEDDING, HEAD, AdaptedLinear, LowRank, adaptable, place_of_all
+from holdfast.worker.executors.adapters import (
+    ABSORB,
+    EMBEDDING,
+    EXPAND,
+    HEAD,
+    AdaptedLinear,
+    LowRank,
+    adaptable,
+    place_of_all,
+)
 from holdfast.worker.executors.layout import DecoderLayout
-from holdfast.worker.executors.linears import Linear
 from holdfast.worker.executors.step_batch import IntArray
 from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.adapter_tables import HEAD_MODULE, table_module
@@ -63,6 +71,8 @@ class Place:
     dtype holds.
     """
     together: Together | None = None
+    is_turned: bool = False
+    """Whether its inputs are outputs of its module."""
 
     def modules_of(self, modules: Mapping[str, LowRank]) -> tuple[str, ...]:
         """Its modules as an adapter has them: each by itself, or all as one."""
@@ -75,6 +85,8 @@ class Place:
         parts = tuple(modules.get(name) for name in names)
         if not any(parts):
             return None
+        if self.is_turned:
+            parts = tuple(part and replace(part, a=part.b.turned, b=part.a.turned) for part in parts)
         of = self if self.together is None or names == self.modules else self.together
         return AdaptedLinear(parts=parts, part_of=of.module_of, rows=of.rows, columns=self.columns, probe=self.probe)
 
@@ -95,12 +107,15 @@ def places_of(config: Any, group: TensorParallelGroup) -> dict[str, Place | None
         if place == HEAD:
             continue
         first, number = f"{place_of_all(place)}.0", place.rpartition(".")[2]
-        if place != first and first in found:  # all experts of a layer are cut alike
+        if is_of_expert(place) and place != first:  # all experts of a layer are cut alike
             found[place] = _of_expert(found[first], number)
+        elif is_of_expert(place):
+            found[place] = _with_all(_place(by_rows[place].weights, by_columns[place].weights, rows), config)
+        elif f".{ABSORB}." in place or f".{EXPAND}." in place:
+            head = slice(int(number), int(number) + 1)
+            found[place] = _of_head(place, by_rows[place].weights[head], by_columns[place].weights[head], rows)
         else:
-            found[place] = _place(by_rows[place], by_columns[place], rows)
-            if place == first:
-                found[place] = _with_all(found[place], config)
+            found[place] = _place(by_rows[place].weights, by_columns[place].weights, rows)
     return found | of_vocabulary(config, group)
 
 
@@ -175,9 +190,8 @@ def _column_numbers(tensor: int, shape: tuple[int, int]) -> Tensor:
     return torch.arange(shape[1]).expand(shape)
 
 
-def _place(of_rows: Linear, of_columns: Linear, numbers: _Numbers) -> Place | None:
+def _place(rows: Sequence[Tensor], columns: Sequence[Tensor], numbers: _Numbers) -> Place | None:
     """None where an output is made of several, or inputs differ: such a linear takes no adapter."""
-    rows, columns = of_rows.weights, of_columns.weights
     if not all(bool((part[:, 0] == part[:, -1]).all()) and bool((part[:, 0] >= 0).all()) for part in rows):
         return None
     inputs = columns[0][0]
@@ -193,6 +207,29 @@ def _place(of_rows: Linear, of_columns: Linear, numbers: _Numbers) -> Place | No
         columns=np.ascontiguousarray(inputs.numpy()),
         probe=_probe(inputs.numpy()),
     )
+
+
+def _of_head(place: str, rows: Sequence[Tensor], columns: Sequence[Tensor], numbers: _Numbers) -> Place | None:
+    """The place of a head: keys are transposed."""
+    if f".{EXPAND}." in place:
+        return _place(rows, columns, numbers)
+    found = _place([part.T for part in rows], [part.T for part in columns], numbers)
+    if found is None:
+        return None
+    outputs = np.arange(len(found.columns))
+    return replace(
+        found,
+        module_of=np.zeros_like(outputs),
+        rows=found.columns,
+        columns=found.rows,
+        probe=_probe(found.rows),
+        is_turned=True,
+    )
+
+
+def is_of_expert(place: str) -> bool:
+    """Whether a place is of one expert of several."""
+    return ".expert_" in place
 
 
 def _of_expert(first: Place | None, number: str) -> Place | None:

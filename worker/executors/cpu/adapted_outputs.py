@@ -125,7 +125,7 @@ class Sites:
             if place not in numbers:
                 of_experts.setdefault(place_of_all(place), []).append(place)
         self.mixtures: list[tuple[int, int, int]] = []
-        """Of the experts' linears of a kind: the number of their place, the first expert's record, and how many."""
+        """Number of the place, first record and count of the experts' linears of a kind."""
         self.number_of = {place: numbers[place] for place in by_place if place in numbers}
         self.num_records = self.num_sites
         for name, places in of_experts.items():

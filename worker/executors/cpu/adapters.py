@@ -105,8 +105,8 @@ class PackedAdapter:
 
 
 def _at_sites(sites: Sites, place: str, one: AdaptedLinear) -> list[tuple[str, AdaptedLinear]]:
-    """What is added to each packed linear of a place: the last outputs of a recurrence are a linear of their own where
-    they are quantized in another way.
+    """Parts of what is added at a place, by packed linear: the last outputs of a recurrence are a linear of their own
+    where they are quantized in another way.
     """
     count = sites.by_place[place].num_outputs
     if count == len(one.rows):

@@ -64,6 +64,8 @@ _EACH_HEAD, _ALL_HEADS, _OWN_WEIGHTS = 0, 1, 2
 class PackedModel(PartPacker):
     """One rank's share of a model in the native executor's form. `model` and its arrays live as long as this."""
 
+    _places: dict[int, tuple[int, str]]
+
     def __init__(
         self,
         layout: DecoderLayout,
@@ -257,6 +259,8 @@ class PackedModel(PartPacker):
             value_dim=value,
         )
         self._kept.append(described)
+        self._put_head_sites(attention.absorb, described.absorb, latent, attention.plain_dim)
+        self._put_head_sites(attention.expand, described.expand, value, latent)
         native.latent = ctypes.pointer(described)
         native.qkv = self._linear(attention.inputs)
         native.output = self._linear(attention.output, slices=attention.num_slices)

@@ -2,8 +2,9 @@
 are consumed: the memory is returned, so that weights are in memory once.
 """
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 from ctypes import CDLL
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +17,15 @@ from holdfast.worker.executors.cpu.adapted_outputs import Site
 from holdfast.worker.executors.cpu.code_packing import PackedCodes, pack_codes
 from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.linear_structures import NativeLinear, NativeNorm, NativeUnits
-from holdfast.worker.executors.cpu.packed_rows import NO_ROW, IntArray, placed, put_rows, row_addresses, with_rows
+from holdfast.worker.executors.cpu.packed_rows import (
+    NO_ROW,
+    IntArray,
+    padded_places,
+    placed,
+    put_rows,
+    row_addresses,
+    with_rows,
+)
 from holdfast.worker.executors.cpu.tile_memory import (
     NOT_FINITE,
     Arena,
@@ -61,7 +70,7 @@ class PartPacker:
     """Whether weights of E4M3 stay codes, where their form allows it."""
     _spent: FreedWeights | None = None
     """The weights whose memory is given back; None: they stay."""
-    _places: MutableMapping[int, tuple[int, str]]
+    _places: Mapping[int, tuple[int, str]] = MappingProxyType({})
     """Number and place of each linear that adapters may add to, by its identity."""
 
     def _norm(self, norm: Norm | None) -> NativeNorm:
@@ -141,6 +150,13 @@ class PartPacker:
         if first is not None and first.has_rows(rows):
             return first
         return Site(rows, slices, slice_length, filled_length)
+
+    def _put_head_sites(self, linear: Linear, packed: NativeLinear, outputs: int, inputs: int) -> None:
+        """Makes each head of a linear the site of its place, of which the packed linear has the last one's."""
+        place = place_of_all(self._places[id(linear)][1])
+        site = Site(padded_places(outputs, 1, GROUP), 1, inputs, packed.slice_tiles * TILE)
+        for head in range(linear.out_features // outputs):
+            self._sites[f"{place}.{head}"] = site
 
     def _memory(self, shape: TileShape) -> TileMemory:
         return (

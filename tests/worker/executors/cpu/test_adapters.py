@@ -35,7 +35,9 @@ FAMILIES = (
     "mistral",
     "qwen2_moe",
     "mixtral",
+    "deepseek_v3",
 )
+LATENT = "deepseek_v3"
 EXPERTS = ("gate_up_proj", "down_proj")
 IDS = tokens(50)
 NUM_STATES = 8
@@ -100,9 +102,10 @@ def _tiny(root: Path, family: str):
     if family == "hybrid":
         base = save_hybrid(root / "base", "mixture", num_key_value_heads=4)
     else:
-        base = save_tiny_model(family, root / "base", num_attention_heads=8, num_key_value_heads=4)
+        kv_heads = 8 if family == LATENT else 4
+        base = save_tiny_model(family, root / "base", num_attention_heads=8, num_key_value_heads=kv_heads)
     stacks = EXPERTS if family != "llama" else ()
-    few = ("q_proj", "v_proj")
+    few = ("q_b_proj", "kv_b_proj") if family == LATENT else ("q_proj", "v_proj")
     return base, (
         save_adapter(base, root / "one", seed=1),
         save_adapter(
@@ -112,7 +115,7 @@ def _tiny(root: Path, family: str):
     )
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2_moe", "hybrid"])
+@pytest.fixture(scope="module", params=["llama", "qwen2_moe", "hybrid", LATENT])
 def each(request, tmp_path_factory):
     return _tiny(tmp_path_factory.mktemp("adapters"), request.param)
 

@@ -26,6 +26,7 @@ CHOSEN = (
     " or tokens_are_those_of_pytorch or definition or processors_are or logprobs_ranks or penalty_does or no_numbers"
     " or refused or head_knows or no_rows or equal_logits or any_top_k or searches_for or small_nucleus"
     " or sixteen_exponents or of_those_with_whole or answers_the_same or kept_whole"
+    " or in_company_and_in_chunks or versions_of_peft"
     " or among_all or parted or stored_by_the_rule or blocks_and_threads_have"
     " or bits_of_the_rule or they_have_apart or known_ones or neighbours_and_slots or any_of_its_drafts"
     " or chunks_and_threads or company_and_in_chunks or beside_quantized"
@@ -68,6 +69,7 @@ def test_no_sanitizer_complains(name, tmp_path):
             "delta_net",
             "short_conv",
             "adapters",
+            "adapted_experts",
             "adapted_outputs",
             "families",
             "block_bytes",

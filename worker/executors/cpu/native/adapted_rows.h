@@ -33,7 +33,7 @@ template <class W> void Decoder<W>::begin_adapters() {
       long& of = here.experts ? most_of_experts : most;
       of = std::max(of, (long)here.ranks * slices_of_site[site]);
     }
-  begin_adapted_experts(most_of_experts);
+  begin_adapted_experts(most_of_experts), begin_adapted_heads(most_of_experts);
   if (!most && !most_of_experts) return;
   if (most > inner_of_rows.stride) inner_of_rows = Buffer<float>(m.max_rows, most);
   for (int i = 0; i < step.num_wanted; i++) wanted_adapters[i] = step.adapter_of[step.wanted[i]];

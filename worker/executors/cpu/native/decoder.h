@@ -46,7 +46,7 @@ struct NativeAdapted {
   const float* scales;           // [ranks]
   const NativeSpan* spans;       // [groups * 4]
   int ranks;                     // filled up to sixteens; 0: it adds nothing here
-  const NativeAdapted* experts;  // [experts] of a mixture, each with its own; `ranks` is the most of them then. Or null
+  const NativeAdapted* experts;  // [experts or heads] each with its own; `ranks` is the most of them then. Or null
 };
 struct NativeAdapter {
   const NativeAdapted* linears;  // [sites]

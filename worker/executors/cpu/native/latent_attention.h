@@ -116,8 +116,12 @@ void Decoder<W>::absorb_head(Thread& t, const NativeLayer& l, int head, int firs
     memset((void*)(to + latent.rope_dim), 0, (padded - l.head_dim) * sizeof(Input));
   }
   const InputRows<W> input = input_rows<W>(own.scratch, w, own.head_rows.data, own.head_rows.stride, count);
+  const AddedRows added = added_to_head(latent.absorb, head, own.head_rows.data, own.head_rows.stride, first, count, t);
   for (int g = begin; g < end; g++) {
-    product(own.scratch, w, head * groups + g, input, own.scratch.sums, g + 1 < end ? head * groups + g + 1 : -1);
+    product(own.scratch, w, head * groups + g, input, own.scratch.sums, g + 1 < end ? head * groups + g + 1 : -1,
+            [&](int slice, float* sums) {
+              if (added.runs) add_adapted<W>(added, 0, g, slice, count, sums);
+            });
     for (int r = 0; r < count; r++)
       put_rounded(queries.row(first + r) + (long)head * padded + g * GROUP, own.scratch.sums + r * GROUP,
                   std::min((int)GROUP, latent.latent_dim - g * GROUP));
@@ -155,9 +159,13 @@ template <class W> bool Decoder<W>::expand_values(Thread& t, const NativeLayer& 
         const Input* rows = weighed.row(first) + head * w.row_length();
         const InputRows<W> input = input_rows<W>(t.own.scratch, w, rows, weighed.stride, count);
         const long place = head / l.heads_per_slice * slice_length + head % l.heads_per_slice * latent.value_dim;
+        const AddedRows added = added_to_head(latent.expand, head, rows, weighed.stride, first, count, t);
         for (int g = begin; g < end; g++) {
           float* sums = t.own.scratch.sums;
-          product(t.own.scratch, w, head * groups + g, input, sums, g + 1 < end ? head * groups + g + 1 : -1);
+          product(t.own.scratch, w, head * groups + g, input, sums, g + 1 < end ? head * groups + g + 1 : -1,
+                  [&](int slice, float* of_slice) {
+                    if (added.runs) add_adapted<W>(added, 0, g, slice, count, of_slice);
+                  });
           for (int r = 0; r < count; r++)
             put_rounded(attention_out.row(first + r) + place + g * GROUP, sums + r * GROUP,
                         std::min((int)GROUP, latent.value_dim - g * GROUP));

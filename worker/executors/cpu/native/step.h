@@ -158,6 +158,8 @@ template <class W> class Decoder {
     Exchange::Waiter peers{SPIN_FOR_PEERS, SPIN_FOR_PEERS};
     std::vector<float> of_experts;
     AddedRuns added_runs, expert_runs;
+    std::vector<NativeAdapted> of_head;  // [adapters], of one head of latent attention
+    Buffer<float> head_inner;
     float* expert_sums(long count) { return of_experts.assign(count, 0.0f), of_experts.data(); }
     Local(int hidden, const LatentSizes& latents) : normed(OWN_NORM_ROWS, hidden), head(2, MAX_HEAD) {
       if (!latents.weighed && !latents.query_rows) return;
@@ -278,6 +280,12 @@ template <class W> class Decoder {
   void sort_by_adapter(const NativeExperts& e, const Thread& t);
   AddedRows added_to_expert(const NativeLinear& linear, int index, Local& own);
   bool prepare_experts(Thread& t, const NativeExperts& e, const NativeLinear& linear, const Buffer<Input>& rows);
+
+  // --- adapted_heads.h ---
+
+  void begin_adapted_heads(long most);
+  AddedRows added_to_head(const NativeLinear& linear, int head, const Input* rows, long stride, int first, int count,
+                          Thread& t);
 
   // --- layer_inputs.h ---
 
@@ -417,6 +425,7 @@ template <class W> class Decoder {
   int units_of_row = 0;
   Buffer<int> group_at;
   std::vector<int> choices, first_of, order, slices_of_site, wanted_adapters, row_order, wanted_order;
+  std::vector<int> row_numbers;                  // those of the rows of a task
   std::vector<int> gathered, gathered_adapters;  // of the rows that experts take: their numbers, their adapters
   std::vector<char> adapted_sites;               // of this step
   std::vector<NativeAdapted> adapted;            // [sites][adapters], of this step

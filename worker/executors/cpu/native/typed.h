@@ -2,6 +2,7 @@
 // What a step computes is in `step.h`; the library's entry points are in `executor.cpp`.
 #pragma once
 #include "adapted_experts.h"
+#include "adapted_heads.h"
 #include "adapted_rows.h"
 #include "attention_half.h"
 #include "head.h"
