@@ -8,10 +8,17 @@ import pytest
 import torch
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
+from holdfast import LLM, LoRARequest, SamplingParams
+from holdfast.cluster.bundled_model.bundled_model import bundled_path
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
+from holdfast.worker.models import native_backend as backend
 from holdfast.worker.models.adapter_folder import read_adapter
+from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu import runs
+from tests.worker.executors.gpu.tape import TapingDevice
 from tests.worker.executors.steps import Part, batch_of
 from tests.worker.models.adapter_folders import TABLES, merge, places_of, save_adapter
 from tests.worker.models.layouts import stated
@@ -113,3 +120,192 @@ def test_rows_of_one_adapter_have_the_same_bits_in_wide_tiles(tiny):
     ids = tokens(70)
     whole = runner.alone(2, ids)
     assert torch.equal(whole, runner.alone(2, ids, chunks=(33, 30, 7)))
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_have_the_bits_of_one(tiny, size):
+    base, adapters = tiny
+    ids = tokens(6)
+
+    def logits_of(group):
+        runner = adapted(stated(base, group, "bfloat16"), group=group).put(base, *adapters)
+        parts = [Part(0, ids, runner.blocks(len(ids))) for _ in SLOTS]
+        return runner.with_slots(SLOTS, *parts)
+
+    (expected,) = run_ranks(1, logits_of)
+    found = run_ranks(size, logits_of, timeout_s=300)
+    assert torch.equal(torch.cat(found[0]), torch.cat(expected))
+    assert found[1:] == [[]] * (size - 1)
+
+
+def last_tokens(runner, slots):
+    """A step that decodes, each sequence's first token."""
+    return replace(
+        batch_of([Part(0, [5 + row], runner.blocks(1)) for row in range(len(slots))], runner.block_size),
+        adapter_slots=np.array(slots, dtype=np.int64),
+    )
+
+
+def test_graphs_stay_valid_when_adapters_are_put_and_replaced(tiny):
+    """What is taped once reads the slots anew; steps without adapters have graphs of their own."""
+    base, (one, two, three) = tiny
+    layout, device = stated(base, dtype="bfloat16"), TapingDevice(launch)
+    runner = adapted(layout, launch=device.launch, capture=device.capture).put(base, two, three)
+    plain = adapted(layout).put(base, one, two, three)
+    places = places_of(base)
+
+    def logits(slots):
+        return runner.executor.run(last_tokens(runner, slots), with_logits=True).logits.clone()
+
+    def eager(slots):
+        return plain.executor.run(last_tokens(plain, slots), with_logits=True).logits.clone()
+
+    assert torch.equal(logits([1, 0, 2]), eager([2, 0, 3]))
+    assert torch.equal(logits([2, 1, 0]), eager([3, 2, 0]))
+    assert len(device.tapes) == 1
+    runner.executor.put_adapter(1, packed_in(runner.executor, places, one))  # fewer ranks, no new linear
+    runner.executor.put_adapter(3, packed_in(runner.executor, places, two))
+    assert torch.equal(logits([1, 0, 3]), eager([1, 0, 2]))
+    assert len(device.tapes) == 1, "it is the same graph"
+    assert torch.equal(logits([0, 0, 0]), eager([0, 0, 0]))
+    assert len(device.tapes) == 2
+    assert device.tapes[1].names["launch"] == device.tapes[0].names["launch"] - extra_launches(layout)
+    runner.executor.put_adapter(1, None)
+    with pytest.raises(AssertionError, match="in their slots"):
+        logits([1, 0, 3])
+
+
+def extra_launches(layout):
+    """Two for each linear and for the embedding, two groupings, and the head's softcap."""
+    return 2 * (4 * len(layout.layers) + 2) + 2 + 1
+
+
+def test_graphs_are_captured_anew_for_more_linears_and_more_ranks(tiny):
+    base, (one, two, three) = tiny
+    layout, device = stated(base, dtype="bfloat16"), TapingDevice(launch)
+    runner = adapted(layout, launch=device.launch, capture=device.capture).put(base, three)
+    plain = adapted(layout).put(base, three, one, two)
+    for slot, folder in ((2, one), (3, two)):
+        runner.executor.run(last_tokens(runner, [1]), with_logits=True)
+        runner.executor.run(last_tokens(runner, [0]), with_logits=True)
+        before = len(device.tapes)
+        runner.executor.put_adapter(slot, packed_in(runner.executor, places_of(base), folder))
+        found = runner.executor.run(last_tokens(runner, [slot]), with_logits=True).logits.clone()
+        assert torch.equal(found, plain.executor.run(last_tokens(plain, [slot]), with_logits=True).logits)
+        runner.executor.run(last_tokens(runner, [0]), with_logits=True)
+        assert len(device.tapes) == before + 1, "those of steps without adapters stay"
+
+
+def test_steps_without_adapters_launch_what_a_server_without_lora_does(tiny):
+    base, adapters = tiny
+    counts = []
+    for folders in ((), adapters):
+        device = TapingDevice(launch)
+        runner = adapted(stated(base, dtype="bfloat16"), launch=device.launch, capture=device.capture)
+        if folders:
+            runner.put(base, *folders)
+        runner.executor.run(last_tokens(runner, [0, 0]), with_logits=True)
+        counts.append(device.tapes[0].names)
+    assert counts[0] == counts[1]
+
+
+def proved(base, folder, dtype="float32", group=None, spoil=None):
+    """Whether an adapter has an effect, by its proof; `spoil` changes what is packed."""
+    runner = adapted(stated(base, group, dtype), **({} if group is None else {"group": group}))
+    places = places_of(base, group)
+    read = places.named(read_adapter("a", str(folder)))
+    packed = runner.executor.pack_adapter(runner.executor.plan_adapter(places.apply(read)), read.content)
+    assert places.prove(read, packed.differences, getattr(torch, dtype))
+    if spoil is not None:
+        spoil(packed)
+    return places.prove(read, packed.compare(read.content), getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_proved_at_load(tiny, dtype):
+    base, (_, two, three) = tiny
+    assert proved(base, two, dtype)
+    assert proved(base, three, dtype)
+
+
+def test_ranks_prove_their_shares(tiny):
+    base, (_, two, three) = tiny
+    assert all(run_ranks(2, lambda group: proved(base, two, "bfloat16", group), timeout_s=300))
+    assert all(run_ranks(4, lambda group: proved(base, three, "bfloat16", group), timeout_s=300))
+
+
+def _scaled(packed):
+    packed.scales *= 1.001
+
+
+def _swapped(packed):
+    packed.records[[0, 4], 1] = packed.records[[4, 0], 1]
+
+
+def _shifted(packed):
+    packed.records[2, 0] += 64
+
+
+def _left_out(packed):
+    packed.records[1] = 0
+
+
+@pytest.mark.parametrize("spoil", [_scaled, _swapped, _shifted, _left_out])
+def test_a_planted_mistake_is_refused_by_name(tiny, spoil):
+    base, adapters = tiny
+    with pytest.raises(ConfigurationError, match=r"adapter a in .*layers\.\d.*is not the product of its matrices"):
+        proved(base, adapters[0], spoil=spoil)
+
+
+def test_planted_in_a_step_a_neighbours_slot_and_a_stale_one_change_the_bits(tiny):
+    """So the tests above can fail."""
+    base, (one, two, three) = tiny
+    runner = adapted(stated(base, dtype="bfloat16")).put(base, one, two, three)
+    expected, ids = runner.alone(1), IDS
+    assert not torch.equal(runner.alone(2), expected)
+    put = packed_in(runner.executor, places_of(base), two)
+    runner.executor.put_adapter(1, put)
+    assert torch.equal(runner.alone(1, ids), runner.alone(2, ids)), "it has been replaced"
+    put.scales *= 1.5
+    assert not torch.equal(runner.alone(1, ids), runner.alone(2, ids))
+
+
+def test_experts_are_refused_by_name(tmp_path):
+    base = save_tiny_model("mixtral", tmp_path / "base")
+    runner, places = adapted(stated(base, dtype="bfloat16")), places_of(base)
+    attention = save_adapter(base, tmp_path / "attention", targets=("q_proj", "o_proj"))
+    router = save_adapter(base, tmp_path / "router", targets=("gate",))
+    packed_in(runner.executor, places, attention)
+    with pytest.raises(ConfigurationError, match=r"router of layer 0: on GPUs, adapters of attention"):
+        packed_in(runner.executor, places, router)
+
+
+@pytest.mark.slow
+def test_an_engine_serves_adapters_on_the_executor(monkeypatch, tmp_path):
+    """As on a GPU, with the interpreter in its place: requests of different adapters in one step have the tokens that
+    each has alone, one is put in the place of another, and a folder that the kernels cannot add is refused by name.
+    """
+
+    def interpreted(layout, group, max_positions, device, pool):
+        made = GpuExecutor(layout, group, max_positions=max_positions, device=device, launch=launch)
+        return made, NUMERICS
+
+    monkeypatch.setattr(backend, "_executor", interpreted)
+    base = bundled_path("demo")
+    folders = [save_adapter(base, tmp_path / str(seed), seed=seed, std=0.06, tables=TABLES) for seed in (1, 2)]
+    first, second = (LoRARequest(f"lora-{number}", number, str(one)) for number, one in enumerate(folders, 1))
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+
+    def ask(llm, loras):
+        return [
+            one.outputs[0].token_ids for one in llm.generate(["Once upon"] * len(loras), greedy, lora_request=loras)
+        ]
+
+    with LLM(str(base), enable_lora=True, max_loras=1, dtype="float32", max_model_len=64) as llm:
+        alone = [ask(llm, [lora])[0] for lora in (None, first, second)]
+        assert ask(llm, [first, None, second]) == [alone[1], alone[0], alone[2]]
+    for adapter, found in zip(folders, alone[1:], strict=True):
+        merged = merge(base, adapter, tmp_path / f"merged of {adapter.name}")
+        with LLM(str(merged), dtype="float32", max_model_len=64) as llm:
+            assert ask(llm, [None]) == [found]
+    assert alone[1] != alone[0] != alone[2]
