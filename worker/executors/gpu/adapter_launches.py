@@ -12,7 +12,6 @@ from holdfast.worker.executors.gpu.launches import Launch
 from holdfast.worker.executors.gpu.linear_tiles import LinearTile
 from holdfast.worker.executors.gpu.mixtures import MixtureLaunches, RowGroups
 from holdfast.worker.executors.layout import DecoderLayout, Mlp, attention_of
-from holdfast.worker.executors.layout_arithmetic import next_power
 
 PIECE: Final[int] = kernels.PIECE.value
 RANKS: Final[int] = kernels.RANKS.value
@@ -134,7 +133,7 @@ class AdapterLaunches:
             "site": site.number,
             "num_sites": table.shape[1],
             "scale": scale,
-            "BLOCK": next_power(stride),
+            "BLOCK": MOST_RANKS,
         }
         self._launch(kernels.look_up, (len(token_ids),), arguments, num_warps=1, num_stages=1)
 

@@ -69,6 +69,7 @@ class DeviceAdapters:
         self._table = self._table.new_zeros((num_slots, *self._table.shape[1:]))
         self._resident.clear()
         self.fit(max_rows, wait)
+        self._warm_up()
 
     def fit(self, max_rows: int, wait: StepWait) -> None:
         """Makes the arrays of steps of this many tokens, if there are slots. Those of smaller ones are not valid."""
@@ -78,6 +79,15 @@ class DeviceAdapters:
             most = max(site.most_inner for site in self._sites.values())
             self.buffers.take("inner", (max_rows * most,))
             self._on_growth()
+
+    def _warm_up(self) -> None:
+        """Compiles what an adapter's proof does not."""
+        slots = torch.full((1,), -1, dtype=torch.int32, device=self._device)
+        for is_narrow in (True, False):
+            adapted = AdaptedRows(slots, slots, is_narrow)
+            self._launches.group(slots, len(self._table), self._groups("rows", slots, adapted))
+        site, inner = self._sites[EMBEDDING], self.buffers.take("inner", (1, 1, _FEWEST_RANKS))
+        self._launches.look_up(site, slots, slots, self._like, self._table, 0, self._layout.embedding_scale, inner)
 
     def plan(self, adapted: Mapping[str, AdaptedLinear]) -> DevicePlan:
         """Plan of packing adapters of one form. Raises `ConfigurationError` for a linear that takes none here."""

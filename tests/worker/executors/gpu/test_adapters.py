@@ -8,11 +8,7 @@ import pytest
 import torch
 
 from tests.worker.executors.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
-from holdfast import LLM, LoRARequest, SamplingParams
-from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.gpu.executor import NUMERICS, GpuExecutor
-from holdfast.worker.models import native_backend as backend
 from holdfast.worker.models.adapter_folder import read_adapter
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
@@ -114,6 +110,7 @@ def test_alone_in_company_and_in_chunks(tiny, dtype):
     assert torch.equal(adapted(stated(base, dtype=dtype)).run(others[1]), torch.cat(together[1]))
 
 
+@pytest.mark.slow
 def test_rows_of_one_adapter_have_the_same_bits_in_wide_tiles(tiny):
     base, adapters = tiny
     runner = adapted(stated(base, dtype="bfloat16")).put(base, *adapters)
@@ -180,6 +177,7 @@ def extra_launches(layout):
     return 2 * (4 * len(layout.layers) + 2) + 2 + 1
 
 
+@pytest.mark.slow
 def test_graphs_are_captured_anew_for_more_linears_and_more_ranks(tiny):
     base, (one, two, three) = tiny
     layout, device = stated(base, dtype="bfloat16"), TapingDevice(launch)
@@ -261,8 +259,8 @@ def test_planted_in_a_step_a_neighbours_slot_and_a_stale_one_change_the_bits(tin
     """So the tests above can fail."""
     base, (one, two, three) = tiny
     runner = adapted(stated(base, dtype="bfloat16")).put(base, one, two, three)
-    expected, ids = runner.alone(1), IDS
-    assert not torch.equal(runner.alone(2), expected)
+    ids = IDS[:4]
+    assert not torch.equal(runner.alone(1, ids), runner.alone(2, ids))
     put = packed_in(runner.executor, places_of(base), two)
     runner.executor.put_adapter(1, put)
     assert torch.equal(runner.alone(1, ids), runner.alone(2, ids)), "it has been replaced"
@@ -278,34 +276,3 @@ def test_experts_are_refused_by_name(tmp_path):
     packed_in(runner.executor, places, attention)
     with pytest.raises(ConfigurationError, match=r"router of layer 0: on GPUs, adapters of attention"):
         packed_in(runner.executor, places, router)
-
-
-@pytest.mark.slow
-def test_an_engine_serves_adapters_on_the_executor(monkeypatch, tmp_path):
-    """As on a GPU, with the interpreter in its place: requests of different adapters in one step have the tokens that
-    each has alone, one is put in the place of another, and a folder that the kernels cannot add is refused by name.
-    """
-
-    def interpreted(layout, group, max_positions, device, pool):
-        made = GpuExecutor(layout, group, max_positions=max_positions, device=device, launch=launch)
-        return made, NUMERICS
-
-    monkeypatch.setattr(backend, "_executor", interpreted)
-    base = bundled_path("demo")
-    folders = [save_adapter(base, tmp_path / str(seed), seed=seed, std=0.06, tables=TABLES) for seed in (1, 2)]
-    first, second = (LoRARequest(f"lora-{number}", number, str(one)) for number, one in enumerate(folders, 1))
-    greedy = SamplingParams(temperature=0, max_tokens=3)
-
-    def ask(llm, loras):
-        return [
-            one.outputs[0].token_ids for one in llm.generate(["Once upon"] * len(loras), greedy, lora_request=loras)
-        ]
-
-    with LLM(str(base), enable_lora=True, max_loras=1, dtype="float32", max_model_len=64) as llm:
-        alone = [ask(llm, [lora])[0] for lora in (None, first, second)]
-        assert ask(llm, [first, None, second]) == [alone[1], alone[0], alone[2]]
-    for adapter, found in zip(folders, alone[1:], strict=True):
-        merged = merge(base, adapter, tmp_path / f"merged of {adapter.name}")
-        with LLM(str(merged), dtype="float32", max_model_len=64) as llm:
-            assert ask(llm, [None]) == [found]
-    assert alone[1] != alone[0] != alone[2]
