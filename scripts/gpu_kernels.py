@@ -41,6 +41,8 @@ HOT: Final = (
     "best_of_blocks",
     "race_chunks",
     "add_over_ranks",
+    "shrink",
+    "expand",
 )
 """These may not spill."""
 
@@ -180,7 +182,7 @@ def _run_codes(record: Any, counts: Iterable[int]) -> None:
             Launches(record).linear(x, Linear(codes=(coded_matrix(form, group),)), out)
 
 
-def _run_adapters(record: Any) -> None:
+def _run_adapters(record: Any, dtype: torch.dtype = torch.bfloat16) -> None:
     """What rows with adapters add, by the shapes of Llama-3.1-8B."""
     from holdfast.worker.executors.gpu.adapter_launches import WORDS, AdapterLaunches, adapter_sites, adapter_tiles
     from holdfast.worker.executors.gpu.launches import Launches
@@ -190,12 +192,12 @@ def _run_adapters(record: Any) -> None:
     launches, sites = AdapterLaunches(record), adapter_sites(layout)
     table = torch.empty((16, len(sites), WORDS), dtype=torch.int64, device="meta")
     ids = torch.empty(64, dtype=torch.int32, device="meta")
-    for tile in adapter_tiles(layout.dtype):
+    for tile in adapter_tiles(dtype):
         groups = RowGroups(tile, ids[:16], ids[: 16 * tile.tokens].new_empty(16, tile.tokens))
         launches.group(ids, len(table), groups)
         for place, site in sites.items():
             inner = torch.empty(site.num_slices * site.num_pieces, 64, 16, device="meta")
-            x = torch.empty((64, site.num_inputs), dtype=layout.dtype, device="meta")
+            x = torch.empty((64, site.num_inputs), dtype=dtype, device="meta")
             out = torch.empty(site.num_slices, 64, site.num_outputs, device="meta")
             if place == "embedding":
                 inner = inner[:1]

@@ -140,3 +140,33 @@ def test_the_kernel_that_puts_tokens_in_compiles_without_spills():
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "0", done.stdout + done.stderr
+
+
+PRINTS_ADAPTERS = """
+import torch
+from scripts.gpu_kernels import DEVICES, _run_adapters, measured, use_of
+uses = {}
+def record(kernel, grid, arguments, *, num_warps, num_stages):
+    use = use_of(kernel, arguments, num_warps, num_stages)
+    uses.setdefault((use.title, use.arguments), use)
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    _run_adapters(record, dtype)
+for use in uses.values():
+    of_halves = dict(use.arguments).get("like") != "*fp32"
+    for device in DEVICES:
+        found = measured(use, device)
+        if found["stack_bytes"] > 8 or (use.name == "expand" and of_halves and not found["instructions"]):
+            print(use.title, use.arguments, device, found)
+print(len(uses))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kernels_of_adapters_compile_in_each_dtype():
+    """Two registers at most are spilled. Where B is in bfloat16 or float16, its products are the matrix instruction's."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", PRINTS_ADAPTERS], env=environment, capture_output=True, text=True)
+    lines = done.stdout.strip().splitlines()
+    assert lines, done.stderr
+    assert lines == ["42"], "\n".join(lines)

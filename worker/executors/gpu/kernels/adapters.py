@@ -118,6 +118,31 @@ def look_up(
     tl.store(inner + row.to(tl.int64) * stride + ranks, x * scale, mask=ranks < count)
 
 
+@triton.jit
+def add_product(b, column, total):
+    """total + b column, for float32 columns of which no bit is lost.
+
+    Three numbers of bfloat16 make up one of float32, and two one of float16. Where b is converted to float32, Triton
+    takes a product of TF32 on devices of compute capability 10, whatever precision it asks for.
+    """
+    if b.dtype == tl.float32:
+        return tl.dot(b, column, total, input_precision="ieee")
+    high = column.to(tl.bfloat16)
+    rest = column - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    of_b = b.to(tl.bfloat16)
+    total = tl.dot(of_b, high, total)
+    total = tl.dot(of_b, middle, total)
+    total = tl.dot(of_b, low, total)
+    if b.dtype == tl.float16:
+        rest_of_b = (b.to(tl.float32) - of_b.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(rest_of_b, high, total)
+        total = tl.dot(rest_of_b, middle, total)
+        total = tl.dot(rest_of_b, low, total)
+    return total
+
+
 @triton.jit(do_not_specialize=["num_rows", "site", "num_sites"])
 def expand(
     inner,  # [slices * pieces, rows, stride], float32
@@ -164,13 +189,13 @@ def expand(
             ranks = rank + some
             is_rank = ranks < end
             column = tl.zeros((RANKS, ROWS), dtype=tl.float32)
-            for piece in tl.static_range(PIECES):
+            for piece in range(PIECES):
                 of_piece = inner + ((part * PIECES + piece).to(tl.int64) * num_rows + rows[None, :]) * stride
                 column += tl.load(of_piece + ranks[:, None], mask=is_rank[:, None] & is_row[None, :], other=0.0)
             column *= tl.load(scales + ranks, mask=is_rank, other=0.0)[:, None]
             is_there = (modules == module)[:, None] & is_rank[None, :]
-            b = tl.load(of_b + (rank - first + some)[None, :], mask=is_there, other=0.0).to(tl.float32)
-            total = tl.dot(b, column, total, input_precision="ieee")
+            b = tl.load(of_b + (rank - first + some)[None, :], mask=is_there, other=0.0)
+            total = add_product(b, column, total)
     places = out + (part.to(tl.int64) * num_rows + rows[None, :]) * num_outputs + outputs[:, None]
     mask = is_output[:, None] & is_row[None, :]
     tl.store(places, tl.load(places, mask=mask, other=0.0) + total, mask=mask)
