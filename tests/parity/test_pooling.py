@@ -61,6 +61,7 @@ def results(leader, prompts=PROMPTS, params=None, max_num_batched_tokens=2048, p
         prefix_caching=prefix_caching,
         window=info.window,
         pooling=info.pooling.kind,
+        whole_prompts=info.pooling.is_whole,
     )
     found = {}
     waiting = [

@@ -265,6 +265,10 @@ def _check_hf_backend_will_do(config: WorkerConfig, facts: ModelFacts, hf_config
     if getattr(hf_config, "num_kv_shared_layers", 0):
         reason = f"layers share the keys and values of others, which only the native backend on CPUs does ({reason})"
         raise UnsupportedModelError(facts.model_type, reason, OTHER_ENGINE)
+    if facts.model_type in FAMILIES and FAMILIES[facts.model_type].encoder is not None:
+        raise UnsupportedModelError(
+            facts.model_type, f"encoders have the native backend on CPUs alone ({reason})", OTHER_ENGINE
+        )
     if facts.model_type in FAMILIES and FAMILIES[facts.model_type].keeps_state:
         reason = f"its layers keep a state, which only the native backend on CPUs has slots for ({reason})"
         raise UnsupportedModelError(facts.model_type, reason, OTHER_ENGINE)

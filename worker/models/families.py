@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from holdfast.worker.models.delta_net_families import DELTA_NETS
+from holdfast.worker.models.encoder_families import ENCODERS
 from holdfast.worker.models.family import Family, HeadNorms, NormKind, Packing, Windows
 from holdfast.worker.models.family_bases import (
     BARE,
@@ -46,6 +47,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     **DELTA_NETS,
     **LATENTS,
     **MAMBAS,
+    **ENCODERS,
     "arcee": replace(
         LLAMA,
         architecture="ArceeForCausalLM",

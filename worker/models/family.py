@@ -5,7 +5,7 @@ computation.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from holdfast.worker.executors.layout_arithmetic import QueryScale, mamba_state_length
 
@@ -126,6 +126,37 @@ class NextToken:
     norm: str
 
 
+class HeadPart(NamedTuple):
+    """A layer behind the pooled state of a model of scores: a linear, or a LayerNorm."""
+
+    module: str
+    function: str = "none"
+    """Activation behind a linear: none, tanh or gelu."""
+    eps: float | None = None
+    """Of a LayerNorm."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoder:
+    """What a family has whose tokens see those behind them too. Names are of modules in the model's base."""
+
+    embedding_norm: str
+    """Norm of the embedding, which takes its place. The first layer has no `attention_norm`."""
+    norms_stay: bool = False
+    """Norms are behind the residual sums: `attention_norm` is the one at a layer's end, before the next layer, and
+    `mlp_norm` the one behind its attention."""
+    positions: str | None = None
+    """Table of learned positions; None: there are none."""
+    segments: str | None = None
+    """Table of what the tokens of a prompt's first text have in common, and those of its second, beside positions."""
+    has_second_segment: bool = True
+    """The second row of that table is used."""
+    head: Callable[[Mapping[str, Any]], tuple[HeadPart, ...]]
+    """Layers behind the pooled state of a model of scores, by config.json."""
+    kind: Callable[[Mapping[str, Any]], str] = lambda raw: "cls"
+    """States that such a model pools."""
+
+
 Setting = str | bool
 """Whether something is there: always or never, or by the entry of config.json with this name."""
 
@@ -241,12 +272,17 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of entries, and the names that are used here."""
 
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Entries that no layout can say, and the values under which they change nothing."""
+
     layer_types: frozenset[str] = frozenset({"full_attention", "sliding_attention"})
     """Kinds of layers that `layer_types` may name."""
 
     # tensors
     base: str = "model."
     embedding: str = "embed_tokens"
+    layers: str = "layers."
+    """Before the numbers of layers."""
     head_bias: bool = False
     stored_as: tuple[tuple[str, str], ...] = ()
     """Parts of the names of Hugging Face's modules, and what some files have in their place."""
@@ -254,10 +290,11 @@ class Family:
     """Patterns of the names of tensors that only draft; `{entry}` is an entry of config.json."""
 
     next_token: NextToken | None = None
+    encoder: Encoder | None = None
 
     # norms
     norm: NormKind = NormKind.RMS
-    norm_bias: bool = False
+    norm_bias: Setting = False
     eps: str = "rms_norm_eps"
     """The entry of config.json."""
     final_norm: str = "norm"
@@ -336,6 +373,7 @@ class Family:
 
     # MLP
     mlp: str = "mlp"
+    """Empty: its linears are modules of the layer."""
     has_gate: bool = True
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     """One name: gate and up in one linear, gate first; without a gate, the first linear."""
@@ -389,7 +427,7 @@ class Family:
     @property
     def on_cpus_alone(self) -> bool:
         """Whether GPUs have no native backend for it."""
-        return self.keeps_state or self.latent
+        return self.keeps_state or self.latent or self.encoder is not None
 
     @property
     def may_be_uneven(self) -> bool:
