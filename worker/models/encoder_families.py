@@ -70,7 +70,7 @@ def _roberta_head(raw: Mapping[str, Any]) -> tuple[HeadPart, ...]:
 ROBERTA: Final = replace(
     BERT,
     architecture="RobertaModel",
-    entries={**BERT.entries, "pad_token_id": 1},
+    entries={**BERT.entries, "pad_token_id": 1, "eos_token_id": 2},
     derive=_derive_roberta,
     base="roberta.",
     encoder=Encoder(
@@ -112,9 +112,10 @@ MODERNBERT: Final = Family(
         "layer_types": None,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
-        "eos_token_id": None,
+        "eos_token_id": 50282,
     },
     derive=_derive_modernbert,
+    fixed={"rope_scaling": (None,)},
     aliases={"global_rope_theta": "rope_theta", "local_rope_theta": "rope_local_base_freq"},
     embedding="embeddings.tok_embeddings",
     unused=_HEADS,

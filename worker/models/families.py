@@ -42,12 +42,11 @@ from holdfast.worker.models.latent_families import LATENTS
 from holdfast.worker.models.mamba_families import MAMBAS
 from holdfast.worker.models.mixtures import MIXTURES
 
-FAMILIES: Final[Mapping[str, Family]] = {
+DECODERS: Final[Mapping[str, Family]] = {
     **MIXTURES,
     **DELTA_NETS,
     **LATENTS,
     **MAMBAS,
-    **ENCODERS,
     "arcee": replace(
         LLAMA,
         architecture="ArceeForCausalLM",
@@ -329,4 +328,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         mlp_bias="use_bias",
     ),
 }
-"""Families by `model_type` of config.json."""
+"""Families that generate text, by `model_type` of config.json."""
+
+FAMILIES: Final[Mapping[str, Family]] = {**DECODERS, **ENCODERS}
+"""All families."""
