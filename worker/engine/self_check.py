@@ -113,11 +113,8 @@ class SelfCheck:
             way_out = "Choose another dtype if its numbers overflow, or check its weights"
             raise UnsupportedModelError(self._info.model_type, reason, way_out)
         packed: list[Spans] = [[span for spans in alone for span in spans]]
-        if self._info.pooling is not None and self._info.pooling.is_whole:
-            others = (packed, [packed[0][::-1]])
-        else:
-            others = (packed, self._chunked(), self._decoded())
-        outcomes = [self._compare(steps) for steps in others]
+        others = [[packed[0][::-1]]] if self._info.computes_whole_prompts else [self._chunked(), self._decoded()]
+        outcomes = [self._compare(steps) for steps in (packed, *others)]
         drift = float(np.quantile([one for _, drifts in outcomes for one in drifts], 0.5, method="lower"))
         if not drift <= _TOLERANCE.get(self._info.dtype, _HALF_TOLERANCE):
             reason = f"it mixes tokens outside attention (logits moved by {drift:.1%} with the batch)"

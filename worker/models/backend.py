@@ -21,6 +21,7 @@ from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.model_info import Window
 from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, check_latents, kv_cache_dtype_refused
 from holdfast.worker.models.damaged_weights import damaged
+from holdfast.worker.models.encoders import check_has_native_backend
 from holdfast.worker.models.executor_protocols import MultiStepExecutor, OverlappingExecutor
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_backend import HfBackend
@@ -33,7 +34,7 @@ from holdfast.worker.models.proof import made_if_small
 from holdfast.worker.models.quantized_activations import refused
 from holdfast.worker.models.stated_layout import read_stated
 from holdfast.worker.models.weight_files import weight_files
-from holdfast.worker.models.weights import read_config
+from holdfast.worker.models.weights import read_config, read_json
 from holdfast.worker.progress import ProgressCounter
 
 logger = logging.getLogger(__name__)
@@ -240,6 +241,7 @@ def _on_hf_backend(
     reason: str,
 ) -> LoadedBackend:
     """The backend of a model whose Hugging Face modules run, for a `reason`."""
+    check_has_native_backend(str(read_json(folder / "config.json").get("model_type")), reason)
     hf_config = read_config(folder, config.model.config_changes)
     check_kv_cache_dtype(config, device.type, hf_config)
     facts = facts_of(hf_config, folder, config.model.max_model_len)
@@ -265,10 +267,6 @@ def _check_hf_backend_will_do(config: WorkerConfig, facts: ModelFacts, hf_config
     if getattr(hf_config, "num_kv_shared_layers", 0):
         reason = f"layers share the keys and values of others, which only the native backend on CPUs does ({reason})"
         raise UnsupportedModelError(facts.model_type, reason, OTHER_ENGINE)
-    if facts.model_type in FAMILIES and FAMILIES[facts.model_type].encoder is not None:
-        raise UnsupportedModelError(
-            facts.model_type, f"encoders have the native backend on CPUs alone ({reason})", OTHER_ENGINE
-        )
     if facts.model_type in FAMILIES and FAMILIES[facts.model_type].keeps_state:
         reason = f"its layers keep a state, which only the native backend on CPUs has slots for ({reason})"
         raise UnsupportedModelError(facts.model_type, reason, OTHER_ENGINE)

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from holdfast.worker.models.family import Encoder, Family, HeadPart, NormKind, Packing, Windows
+from holdfast.worker.models.encoder import Encoder, HeadPart
+from holdfast.worker.models.family import Family, NormKind, Packing, Windows
 from holdfast.worker.models.family_rules import layer_types
 
 _HEADS: Final = (r"^(\w+\.)?pooler\.", r"^(classifier|cls|lm_head|head|decoder)\.", r"\.(position|token_type)_ids$")

@@ -5,9 +5,10 @@ computation.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from holdfast.worker.executors.layout_arithmetic import QueryScale, mamba_state_length
+from holdfast.worker.models.encoder import Encoder
 
 REQUIRED: Final = object()
 """Stands for the value of an entry that config.json must have."""
@@ -126,37 +127,6 @@ class NextToken:
     norm: str
 
 
-class HeadPart(NamedTuple):
-    """A layer behind the pooled state of a model of scores: a linear, or a LayerNorm."""
-
-    module: str
-    function: str = "none"
-    """Activation behind a linear: none, tanh or gelu."""
-    eps: float | None = None
-    """Of a LayerNorm."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoder:
-    """What a family has whose tokens see those behind them too. Names are of modules in the model's base."""
-
-    embedding_norm: str
-    """Norm of the embedding, which takes its place. The first layer has no `attention_norm`."""
-    norms_stay: bool = False
-    """Norms are behind the residual sums: `attention_norm` is the one at a layer's end, before the next layer, and
-    `mlp_norm` the one behind its attention."""
-    positions: str | None = None
-    """Table of learned positions; None: there are none."""
-    segments: str | None = None
-    """Table of what the tokens of a prompt's first text have in common, and those of its second, beside positions."""
-    has_second_segment: bool = True
-    """The second row of that table is used."""
-    head: Callable[[Mapping[str, Any]], tuple[HeadPart, ...]]
-    """Layers behind the pooled state of a model of scores, by config.json."""
-    kind: Callable[[Mapping[str, Any]], str] = lambda raw: "cls"
-    """States that such a model pools."""
-
-
 Setting = str | bool
 """Whether something is there: always or never, or by the entry of config.json with this name."""
 
@@ -168,11 +138,6 @@ def is_set(setting: Setting, config: Any) -> bool:
 
 def _every_layer(config: Any, index: int) -> bool:
     return True
-
-
-def is_sparse(config: Any, index: int) -> bool:
-    """Whether a layer of Qwen's mixtures, by config and index, has experts."""
-    return index not in (config.mlp_only_layers or ()) and (index + 1) % config.decoder_sparse_step == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +239,6 @@ class Family:
 
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Entries that no layout can say, and the values under which they change nothing."""
-
     layer_types: frozenset[str] = frozenset({"full_attention", "sliding_attention"})
     """Kinds of layers that `layer_types` may name."""
 
@@ -372,8 +336,7 @@ class Family:
     """Whether a layer, by config and index, has position embeddings."""
 
     # MLP
-    mlp: str = "mlp"
-    """Empty: its linears are modules of the layer."""
+    mlp: str = "mlp"  # empty: its linears are modules of the layer
     has_gate: bool = True
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     """One name: gate and up in one linear, gate first; without a gate, the first linear."""

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
+from holdfast.worker.models.encoder import Encoder, HeadPart
+from holdfast.worker.models.encoders import WAY_OUT, check_encoder, encoder_of, why_not_pooled
 from holdfast.worker.models.families import FAMILIES
-from holdfast.worker.models.family import Encoder, HeadPart
 from holdfast.worker.models.pair_prompts import pair_form
 from holdfast.worker.models.pooled_layers import FUNCTIONS, Dense, LayerNorm, PooledLayer, Row, numbers_in, numbers_of
 from holdfast.worker.models.text_model import CLASSIFIERS, holds_text_model, is_without_head, served_config
@@ -34,8 +35,6 @@ from holdfast.worker.pooling import (
     PoolShare,
 )
 from holdfast.worker.step_plan import StepPlan
-
-_WAY_OUT: Final = "Use sentence-transformers for it"
 
 _MODES: Final = {
     "pooling_mode_cls_token": PoolingKind.CLS,
@@ -150,44 +149,10 @@ def check_pooled(config: ModelConfig, folder: Path) -> None:
     """Raises `UnsupportedModelError` for a pooling model whose states are not computed here, before it is loaded."""
     raw = {**read_json(folder / "config.json"), **config.hf_overrides}
     model_type = str(served_config(raw, folder).get("model_type"))
-    if model_type in FAMILIES:
-        if _encoder_of(model_type) is not None:
-            _check_encoder(config, raw, model_type)
-        return
-    if _task(config, raw, folder) is None:
-        return
-    reason = "its type is not among the families of the native backend, which alone pools states"
-    if model_type in _ENCODERS:
-        reason = f"it is an encoder; those of the types {', '.join(_STATED_ENCODERS)} are served"
-    raise UnsupportedModelError(model_type, reason, _WAY_OUT)
-
-
-def _encoder_of(model_type: str) -> Encoder | None:
-    return FAMILIES[model_type].encoder if model_type in FAMILIES else None
-
-
-def _check_encoder(config: ModelConfig, raw: Mapping[str, Any], model_type: str) -> None:
-    """Refuses an encoder that is to generate text or to label tokens, and LoRA adapters beside it."""
-    architecture = str((raw.get("architectures") or ["Model"])[0])
-    if config.runner == "generate":
-        raise UnsupportedModelError(
-            model_type, "it is an encoder, which generates no text", "Leave model.runner at auto"
-        )
-    if not (is_without_head(raw) or architecture == "Model"):
-        reason = f"of its architecture {architecture} there are neither vectors nor scores of texts"
-        raise UnsupportedModelError(model_type, reason, "Serve one that ends with Model or ForSequenceClassification")
-    if config.serves_adapters:
-        raise UnsupportedModelError(model_type, "encoders are served without LoRA adapters", "Merge the adapter")
-
-
-_STATED_ENCODERS: Final = tuple(sorted(name for name, family in FAMILIES.items() if family.encoder is not None))
-
-_ENCODERS: Final = frozenset(
-    {
-        *("albert", "deberta", "deberta-v2", "distilbert", "electra", "eurobert", "gte", "longformer", "mpnet"),
-        *("new", "nomic_bert", "t5", "xlm-roberta-xl"),
-    }
-)
+    if encoder_of(model_type) is not None:
+        check_encoder(raw, model_type, config.runner)
+    elif model_type not in FAMILIES and _task(config, raw, folder) is not None:
+        raise UnsupportedModelError(model_type, why_not_pooled(model_type), WAY_OUT)
 
 
 def max_tokens_of(folder: Path) -> int | None:
@@ -204,7 +169,7 @@ def _task(config: ModelConfig, raw: Mapping[str, Any], folder: Path) -> PoolingT
     architecture = str((raw.get("architectures") or [""])[0])
     if architecture.endswith(CLASSIFIERS) or "classifier_from_token" in raw:
         return PoolingTask.CLASSIFY
-    is_encoder = _encoder_of(str(raw.get("model_type"))) is not None
+    is_encoder = encoder_of(str(raw.get("model_type"))) is not None
     if config.runner == "pooling" or (folder / "modules.json").is_file() or is_without_head(raw) or is_encoder:
         return PoolingTask.EMBED
     return None
@@ -218,7 +183,7 @@ class _FolderReader:
         self._raw = raw
         self._folder = folder
         self._type = str(raw.get("model_type"))
-        self._encoder = _encoder_of(self._type)
+        self._encoder = encoder_of(self._type)
 
     def embedder(self) -> Pooler:
         """A model of vectors. Without files of sentence-transformers, it pools the last token, or an encoder's first
@@ -397,5 +362,5 @@ class _FolderReader:
     def _numbers(self, name: str, rows: Sequence[int] | None = None) -> Row | None:
         return numbers_of(weight_files(self._folder), name, rows)
 
-    def _refused(self, reason: str, way_out: str = _WAY_OUT) -> UnsupportedModelError:
+    def _refused(self, reason: str, way_out: str = WAY_OUT) -> UnsupportedModelError:
         return UnsupportedModelError(self._type, f"it cannot be pooled: {reason}", way_out)

@@ -32,12 +32,15 @@ from holdfast.worker.models.reference_functions import (
     delta_parts,
     delta_rule,
     gated,
+    placed,
     product,
     rotated,
     rounded_in_units,
     routing,
     rows_of_table,
     softcapped,
+    stays,
+    unseen,
 )
 
 CONVERTED_AT_A_TIME: Final = 2**18
@@ -57,10 +60,6 @@ class _Carried:
     """[T, layers, dim]: inputs of the layers' own."""
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Keys and values by the layer that made them."""
-
-
-def _stays(norm: Norm | None) -> bool:
-    return norm is not None and norm.stays
 
 
 class Reference:
@@ -88,7 +87,7 @@ class Reference:
         """Token ids [T] of one sequence -> logits [T, vocab]. `positions` [T] are 0, 1, ... unless given."""
         layout = self._layout
         positions = torch.arange(len(token_ids)) if positions is None else positions
-        x = self._placed(self._embed(token_ids), token_ids, positions)
+        x = placed(layout.places, self._embed(token_ids), token_ids, positions)
         carried = _Carried(positions=positions, inputs=self._inputs(token_ids, x))
         for index in range(len(layout.layers)):
             x = self._run_layer(index, x, carried)
@@ -111,9 +110,8 @@ class Reference:
     def _run_layer(self, index: int, x: Tensor, carried: "_Carried") -> Tensor:
         layer = self._layout.layers[index]
         y = self._norm(layer.attention_norm, x)
-        x = y if _stays(layer.attention_norm) else x
-        y = self._mix(index, y, carried)
-        mixed = self._out(layer, layer.attention_out_norm, y)
+        x = y if stays(layer.attention_norm) else x
+        mixed = self._out(layer, layer.attention_out_norm, self._mix(index, y, carried))
         if layer.mlp is None:
             return x + mixed
         if layer.parallel:
@@ -121,7 +119,7 @@ class Reference:
             return x + mixed + self._out(layer, layer.mlp_out_norm, self._feed(layer.mlp, self._norm(own, x)))
         x = x + mixed
         y = self._norm(layer.mlp_norm, x)
-        x = y if _stays(layer.mlp_norm) else x
+        x = y if stays(layer.mlp_norm) else x
         y = self._feed(layer.mlp, y)
         if layer.beside is not None:
             y = self._norm(layer.beside.mlp_out_norm, y) + self._beside(layer.beside, x)
@@ -158,14 +156,6 @@ class Reference:
         x = rows_of_table(self._layout.head if table.is_meta else table, rows, table.dtype)
         x = x.masked_fill(elsewhere[:, None], 0)
         return self._group.all_reduce(x.to(self._dtype)) * self._layout.embedding_scale
-
-    def _placed(self, x: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """The embedding x [T, hidden] with what is added by places."""
-        if (places := self._layout.places) is None:
-            return x
-        is_separator = token_ids == (-1 if places.separator is None else places.separator)
-        segments = (is_separator.cumsum(0) > is_separator).long()
-        return x + places.segments.to(self._dtype)[segments] + places.positions.to(self._dtype)[positions]
 
     def _out(self, layer: Layer, norm: Norm | None, y: Tensor) -> Tensor:
         return self._norm(norm, y) * layer.residual_scale
@@ -328,12 +318,7 @@ class Reference:
         scores = torch.einsum("qhd,khd->hqk", q, k) * attention.scaling
         if attention.softcap is not None:
             scores = softcapped(scores, attention.softcap)
-        distance = positions[:, None] - positions
-        distance = distance.abs() if attention.sees_behind else distance
-        hidden = distance < 0
-        if attention.sliding_window is not None:
-            hidden |= distance >= attention.sliding_window
-        scores = scores.masked_fill(hidden, -torch.inf)
+        scores = scores.masked_fill(unseen(attention, positions), -torch.inf)
         if attention.sinks is not None:
             sinks = attention.sinks.to(self._dtype)[:, None, None].expand(-1, len(positions), 1)
             return self._round(torch.cat((scores, sinks), -1).softmax(-1)[..., :-1])

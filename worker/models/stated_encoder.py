@@ -8,8 +8,9 @@ from typing import Any
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.executors.layout import TokenPlaces
 from holdfast.worker.executors.linears import Norm
-from holdfast.worker.models.families import FAMILIES
-from holdfast.worker.models.family import Encoder, is_set
+from holdfast.worker.models.encoder import Encoder
+from holdfast.worker.models.encoders import encoder_of
+from holdfast.worker.models.family import is_set
 from holdfast.worker.models.pair_prompts import pair_form
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.text_model import CLASSIFIERS
@@ -18,9 +19,8 @@ from holdfast.worker.models.weights import tokenizer_folder
 
 def separator_entry(config: ModelConfig, raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The entry of an encoder's config for the token between two texts, of a model that scores pairs of them."""
-    family = FAMILIES.get(str(raw.get("model_type")))
     architecture = str((raw.get("architectures") or [""])[0])
-    if family is None or family.encoder is None or not architecture.endswith(CLASSIFIERS):
+    if encoder_of(str(raw.get("model_type"))) is None or not architecture.endswith(CLASSIFIERS):
         return {}
     form = pair_form(tokenizer_folder(config, folder))
     return {} if form is None else {"separator_token_id": form.separator}

@@ -63,7 +63,7 @@ def prompt_logprob_rows(sequence: Sequence, num_tokens: int) -> range:
     return range(max(sequence.num_computed_tokens, first_missing - 1), min(end, sequence.num_prompt_tokens - 1))
 
 
-def begin_pooling(sequence: Sequence, kind: PoolingKind | None, *, is_whole: bool) -> None:
+def begin_pooling(sequence: Sequence, kind: PoolingKind | None, is_whole: bool) -> None:
     """A pooling request begins: its prompt is pooled, and nothing drawn after it. `kind` is the model's; `is_whole`:
     one step computes it all.
 
