@@ -85,8 +85,7 @@ class Reference:
 
     def run_model(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Token ids [T] of one sequence -> logits [T, vocab]. `positions` [T] are 0, 1, ... unless given."""
-        layout = self._layout
-        positions = torch.arange(len(token_ids)) if positions is None else positions
+        layout, positions = self._layout, torch.arange(len(token_ids)) if positions is None else positions
         x = placed(layout.places, self._embed(token_ids), token_ids, positions)
         carried = _Carried(positions=positions, inputs=self._inputs(token_ids, x))
         for index in range(len(layout.layers)):
