@@ -161,8 +161,8 @@ template <class W> class Attention {
     }
     for (int from = first_part * SPLIT; from < last; from += SPLIT) {
       Softmax& sum = from == first_part * SPLIT ? a.total : a.part;
-      attend_keys(tiles, a, pages, seq, task.kv_head, own.rows, begin_of(begin, from), std::min(last, from + SPLIT), sum,
-                  from + SPLIT < last ? SomeKeys{&seq, task.kv_head, from + SPLIT, last} : after);
+      attend_keys(tiles, a, pages, seq, task.kv_head, own.rows, begin_of(begin, from), std::min(last, from + SPLIT),
+                  sum, from + SPLIT < last ? SomeKeys{&seq, task.kv_head, from + SPLIT, last} : after);
       if (&sum == &a.part) merge_all(s, a.total, a.part, task.count);
     }
     write_results(s, own.rows, a.total, layer);

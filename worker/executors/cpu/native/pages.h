@@ -34,9 +34,8 @@ struct HeadShape {
   bool operator==(const HeadShape& o) const {
     return num_heads == o.num_heads && num_kv_heads == o.num_kv_heads && key_dim == o.key_dim &&
            value_dim == o.value_dim && block_size == o.block_size && window == o.window &&
-           sees_behind == o.sees_behind && scale == o.scale &&
-           softcap == o.softcap && values_in_keys == o.values_in_keys && has_own_table == o.has_own_table &&
-           block_bytes == o.block_bytes;
+           sees_behind == o.sees_behind && scale == o.scale && softcap == o.softcap &&
+           values_in_keys == o.values_in_keys && has_own_table == o.has_own_table && block_bytes == o.block_bytes;
   }
 };
 

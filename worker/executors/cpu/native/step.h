@@ -204,10 +204,12 @@ template <class W> class Decoder {
   }
   bool normed_together(Thread& t, const NativeNorm& norm, Buffer<Input>& out, Rows& rows) {
     rows = {out.data, out.stride};
-    return row_tasks(t.run, t.num_rows, [&](int r) {
-      if (norm.stays) norm_row(row_of(t, r), norm, m.hidden, row_of(t, r));
-      norm_or_copy(row_of(t, r), norm.stays ? NativeNorm{} : norm, out.row(r));
-    });
+    if (norm.stays)
+      return row_tasks(t.run, t.num_rows, [&](int r) {
+        norm_row(row_of(t, r), norm, m.hidden, row_of(t, r));
+        norm_or_copy(row_of(t, r), {}, out.row(r));
+      });
+    return row_tasks(t.run, t.num_rows, [&](int r) { norm_or_copy(row_of(t, r), norm, out.row(r)); });
   }
 
   // --- linears ---
