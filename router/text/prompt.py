@@ -44,7 +44,7 @@ def kept_tokens(
 
 
 def _ends(token_ids: tuple[int, ...], around: tuple[int, ...]) -> tuple[int, int]:
-    """How many of the tokens around a text a prompt begins with, and ends with."""
+    """Numbers of the tokens around a text that a prompt begins with, and ends with."""
     pairs = enumerate(zip(around, token_ids, strict=False))
     front = next((at for at, (one, other) in pairs if one != other), min(len(around), len(token_ids)))
     back = len(around) - front

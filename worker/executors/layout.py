@@ -70,8 +70,8 @@ class Attention:
     sliding_window: int | None = None
     """A query sees itself and this many keys less one before it."""
     sees_behind: bool = False
-    """It sees the keys behind it as well, to the end of its sequence or as many: an encoder, whose prompts are computed
-    in one step."""
+    """A query also sees the keys behind it, to the end of its sequence or as many: an encoder, whose prompts are
+    computed in one step."""
     softcap: float | None = None
     sinks: Tensor | None = None
     """float32 [num_heads]: one more score in each softmax, without a value."""
@@ -243,7 +243,7 @@ class TokenInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPlaces:
-    """What is added to a token's embedding by its place, on every rank the same."""
+    """Rows that are added to a token's embedding by its place, on every rank the same."""
 
     positions: Tensor
     """[positions, hidden]"""

@@ -12,12 +12,12 @@ class HeadPart(NamedTuple):
     function: str = "none"
     """Activation behind a linear: none, tanh or gelu."""
     eps: float | None = None
-    """Of a LayerNorm."""
+    """Epsilon of a LayerNorm; None: it is a linear."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """What a family has whose tokens see those behind them too. Names are of modules in the model's base."""
+    """Part of a family whose tokens see those behind them too. Names are of modules in the model's base."""
 
     embedding_norm: str
     """Norm of the embedding, which takes its place. The first layer has no `attention_norm`."""

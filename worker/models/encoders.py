@@ -20,7 +20,7 @@ _OTHERS: Final = frozenset(
 
 
 def encoder_of(model_type: str) -> Encoder | None:
-    """What a family has as an encoder; None: it is none."""
+    """The encoder's part of a family; None: it is no encoder."""
     family = ENCODERS.get(model_type)
     return None if family is None else family.encoder
 

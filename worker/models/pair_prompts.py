@@ -8,7 +8,7 @@ from holdfast.worker.special_tokens import read_json
 
 
 class PairForm(NamedTuple):
-    """What lies between two texts."""
+    """Tokens between two texts."""
 
     between: str
     """Special tokens, as they are written."""
@@ -17,7 +17,7 @@ class PairForm(NamedTuple):
 
 
 def pair_form(folder: Path) -> PairForm | None:
-    """How tokenizer.json joins two texts; None: it does not say, or does not join them."""
+    """The form in which tokenizer.json joins two texts; None: it does not say, or does not join them."""
     for processor in _processors(read_json(folder / "tokenizer.json").get("post_processor")):
         kind = processor.get("type")
         if kind == "TemplateProcessing":

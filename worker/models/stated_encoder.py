@@ -35,7 +35,7 @@ class EncoderBuilder:
         self._base = share.family.base
 
     def places(self) -> TokenPlaces | None:
-        """What is added to embeddings. The first position is that of a prompt's first token."""
+        """Rows that are added to embeddings. The first position is that of a prompt's first token."""
         encoder, config, share = self._encoder, self._share.config, self._share
         if encoder.positions is None or encoder.segments is None:
             return None
@@ -55,11 +55,13 @@ class EncoderBuilder:
         return replace(self._norm(f"{family.layers}{own}.{family.attention_norm}"), stays=encoder.norms_stay)
 
     def mlp_norm(self, index: int) -> Norm:
+        """The norm before a layer's MLP: where norms stay, the one behind its attention."""
         family = self._share.family
         norm = self._norm(f"{family.layers}{index}.{family.mlp_norm}")
         return replace(norm, stays=self._encoder.norms_stay)
 
     def final_norm(self) -> Norm:
+        """The norm behind the last layer: where norms stay, the one at its end."""
         family, last = self._share.family, self._share.config.num_hidden_layers - 1
         name = f"{family.layers}{last}.{family.attention_norm}" if self._encoder.norms_stay else family.final_norm
         return self._norm(name)
