@@ -128,6 +128,7 @@ def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: in
     _run_modules(record, (*decode_rows, prompt_rows))
     _run_codes(record, (*decode_rows, prompt_rows))
     _run_exchange(record)
+    _run_adapters(record)
     return sorted(found.values(), key=lambda use: use.title)
 
 
@@ -177,6 +178,32 @@ def _run_codes(record: Any, counts: Iterable[int]) -> None:
         for form, group in CODES.values():
             out = torch.empty((1, count, 4096), device="meta")
             Launches(record).linear(x, Linear(codes=(coded_matrix(form, group),)), out)
+
+
+def _run_adapters(record: Any) -> None:
+    """What rows with adapters add, by the shapes of Llama-3.1-8B."""
+    from holdfast.worker.executors.gpu.adapter_launches import WORDS, AdapterLaunches, adapter_sites, adapter_tiles
+    from holdfast.worker.executors.gpu.launches import Launches
+    from holdfast.worker.executors.gpu.mixtures import RowGroups
+
+    layout = layout_of(SHAPES["Llama-3.1-8B"])
+    launches, sites = AdapterLaunches(record), adapter_sites(layout)
+    table = torch.empty((16, len(sites), WORDS), dtype=torch.int64, device="meta")
+    ids = torch.empty(64, dtype=torch.int32, device="meta")
+    for tile in adapter_tiles(layout.dtype):
+        groups = RowGroups(tile, ids[:16], ids[: 16 * tile.tokens].new_empty(16, tile.tokens))
+        launches.group(ids, len(table), groups)
+        for place, site in sites.items():
+            inner = torch.empty(site.num_slices * site.num_pieces, 64, 16, device="meta")
+            x = torch.empty((64, site.num_inputs), dtype=layout.dtype, device="meta")
+            out = torch.empty(site.num_slices, 64, site.num_outputs, device="meta")
+            if place == "embedding":
+                inner = inner[:1]
+                launches.look_up(site, ids, ids, x, table, 0, 1.0, inner)
+            else:
+                launches.shrink(site, x, table, groups, inner)
+            launches.expand(site, inner, x, table, ids.new_empty(site.num_outputs), groups, out)
+    Launches(record).cap(out, 0.5, 30.0)
 
 
 def _run_exchange(record: Any) -> None:

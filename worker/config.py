@@ -78,7 +78,7 @@ class ModelConfig(Settings):
         "auto: by the model's files, else last",
     )
     seed: int = Field(0, ge=0, le=2**63 - 1, description="seed of dummy weights")
-    enable_lora: bool = Field(False, description="serve LoRA adapters beside the model (docs/adapters.md), on CPUs")
+    enable_lora: bool = Field(False, description="serve LoRA adapters beside the model (docs/adapters.md)")
     lora: Folders = Field(
         default_factory=dict,
         description="LoRA adapters to load at the start, as NAME=PATH,NAME=PATH; a request selects an adapter by "

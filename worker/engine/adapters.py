@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import numpy as np
@@ -17,11 +17,10 @@ import torch
 from holdfast.worker.adapter import Adapter, described, files_in
 from holdfast.worker.engine.rank_orders import Order
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.cpu.adapters import AdapterPlan, PackedAdapter
-from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.models.adapter_folder import AdapterFolder, AdapterReader, FormKey
 from holdfast.worker.models.adapter_places import AdapterPlaces
+from holdfast.worker.models.executor_protocols import AdaptingExecutor, PackedAdapter
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class _Begun(NamedTuple):
 
     marks: tuple[object, ...]
     digest: str
-    executor: ReferenceType[CpuExecutor]
+    executor: ReferenceType[AdaptingExecutor]
     future: "Future[PackedAdapter] | None"
     """None: it was fetched."""
 
@@ -78,7 +77,9 @@ def _check_digest(folder: AdapterFolder, adapter: Adapter) -> None:
 class RankAdapters:
     """One rank's part: reads, checks and packs an adapter on a thread, and puts it in a slot."""
 
-    def __init__(self, executor: Callable[[], CpuExecutor], places: AdapterPlaces, group: TensorParallelGroup) -> None:
+    def __init__(
+        self, executor: Callable[[], AdaptingExecutor], places: AdapterPlaces, group: TensorParallelGroup
+    ) -> None:
         """`executor`: of the weights that are served now."""
         self._executor = executor
         self._places = places
@@ -86,7 +87,7 @@ class RankAdapters:
         self._loads: dict[int, Future[PackedAdapter]] = {}
         self._begun: _Begun | None = None
         self._reader = AdapterReader()
-        self._plans = WeakKeyDictionary[CpuExecutor, dict[FormKey, AdapterPlan]]()
+        self._plans = WeakKeyDictionary[AdaptingExecutor, dict[FormKey, Any]]()
 
     def begin(self, name: str, path: str, *, replaces: bool = True) -> Adapter:
         """The adapter that lies in a folder now. If its files have changed since the last call, begins to pack and
@@ -131,14 +132,14 @@ class RankAdapters:
     def _packed(self, folder: AdapterFolder) -> PackedAdapter:
         executor = self._executor()
         self._places.check_copies(folder)
-        packed = executor.pack_adapter(self._plan(folder, executor), folder.content)
+        packed: PackedAdapter = executor.pack_adapter(self._plan(folder, executor), folder.content)
         folder.check_finite()
         if not self._places.prove(folder, packed.differences, executor.dtype):
             logger.warning("%s: it adds nothing but zeros, so that outputs are those of the model alone", folder.given)
         folder.let_go()
         return packed
 
-    def _plan(self, folder: AdapterFolder, executor: CpuExecutor) -> AdapterPlan:
+    def _plan(self, folder: AdapterFolder, executor: AdaptingExecutor) -> Any:
         """Plan of adapters of its form; the last ones are kept."""
         plans = self._plans.setdefault(executor, {})
         plan = plans.get(folder.key)

@@ -34,7 +34,6 @@ from holdfast.worker.engine.steps_in_flight import (
     step_result,
 )
 from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError, UnsupportedModelError
-from holdfast.worker.executors.cpu.executor import CpuExecutor
 from holdfast.worker.executors.mapped_files import trim_heap
 from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import ChosenLogprobs, HeadOutput, OverlappingSampler, StepSampler
@@ -44,7 +43,7 @@ from holdfast.worker.models.adapter_places import AdapterPlaces
 from holdfast.worker.models.adapter_tables import OwnTables
 from holdfast.worker.models.backend import BlockCache
 from holdfast.worker.models.checks import first_line
-from holdfast.worker.models.executor_protocols import OverlappingExecutor
+from holdfast.worker.models.executor_protocols import AdaptingExecutor, OverlappingExecutor
 from holdfast.worker.models.loading import LoadedModel, check_same_model, load_model, reloaded_config
 from holdfast.worker.models.memory import WAYS_OUT, is_failed_allocation, memory_left
 from holdfast.worker.models.model import choose_device
@@ -127,21 +126,22 @@ class ModelRunner:
             runner.mover.start()
         return runner
 
-    def _adapter_parts(self) -> tuple[Callable[[], CpuExecutor], AdapterPlaces]:
+    def _adapter_parts(self) -> tuple[Callable[[], AdaptingExecutor], AdapterPlaces]:
         """The executor that adapters are packed for, and their places. Raises `ConfigurationError` if there is none."""
         backend, config = self.backend, self._config.model
         executor = backend.executor if isinstance(backend, NativeBackend) else None
-        if not isinstance(executor, CpuExecutor):
+        if not isinstance(executor, AdaptingExecutor):
             raise ConfigurationError(
-                "model.enable_lora = True: adapters are served by the native backend on CPUs alone, and this model "
-                f"runs on {'the HF backend' if executor is None else self._device.type}"
+                "model.enable_lora = True: adapters are served by the native backend alone, and this model runs on the "
+                "HF backend"
             )
+        executor.allocate_adapters(config.max_loras)
         folder = model_folder(config)
         stated = stated_config_of(config, folder)
 
-        def current() -> CpuExecutor:
+        def current() -> AdaptingExecutor:
             assert isinstance(self.backend, NativeBackend)
-            assert isinstance(self.backend.executor, CpuExecutor)
+            assert isinstance(self.backend.executor, AdaptingExecutor)
             return self.backend.executor
 
         return current, AdapterPlaces(stated, self._group, OwnTables(config, stated, folder))

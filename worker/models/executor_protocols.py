@@ -1,10 +1,14 @@
-"""Interfaces of executors: methods that all have, and those of executors that overlap steps or run several in one
-call."""
+"""Interfaces of executors: methods that all have, and those of executors that overlap steps, run several in one call or
+serve adapters.
+"""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from holdfast.worker.executors.adapters import AdaptedLinear, Difference
 from holdfast.worker.executors.cpu.cache import TiledCache
 from holdfast.worker.executors.kv_cache import BlockMemory, KVCache
 from holdfast.worker.executors.step_batch import StepBatch
@@ -131,4 +135,43 @@ class MovableExecutor(Protocol):
 
     def block_memory(self) -> BlockMemory:
         """The caches that were allocated."""
+        ...
+
+
+class PackedAdapter(Protocol):
+    """One rank's share of an adapter, as its executor keeps it."""
+
+    @property
+    def differences(self) -> Mapping[str, Sequence[Difference]]:
+        """Between what a step adds and the matrices, for each part of each linear."""
+        ...
+
+
+@runtime_checkable
+class AdaptingExecutor(Protocol):
+    """An executor whose rows may have adapters. Its plans and packed adapters are for it alone."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the model, which adapters are rounded to."""
+        ...
+
+    def allocate_adapters(self, num_slots: int) -> None:
+        """Steps from now on find adapters in slots from 1 to `num_slots`, all of which are empty."""
+        ...
+
+    def plan_adapter(self, adapted: Mapping[str, AdaptedLinear]) -> Any:
+        """Plan of packing adapters of one form, by the places of their linears. Safe to call from any thread. Raises
+        `ConfigurationError` for places whose adapters the executor does not add.
+        """
+        ...
+
+    def pack_adapter(self, plan: Any, content: memoryview) -> Any:
+        """This rank's share of an adapter (a `PackedAdapter`), from the content of its file. Safe to call from any
+        thread, at any time.
+        """
+        ...
+
+    def put_adapter(self, slot: int, adapter: Any) -> None:
+        """Steps from now on find it in this slot, from 1 on; None: nothing. Between two steps. Ends what was there."""
         ...

@@ -366,6 +366,9 @@ class CpuExecutor:
         """Dtype of the model, which adapters are rounded to."""
         return self._dtype
 
+    def allocate_adapters(self, num_slots: int) -> None:
+        """Does nothing: a slot takes memory with its adapter."""
+
     def plan_adapter(self, adapted: Mapping[str, AdaptedLinear]) -> AdapterPlan:
         """Plan of packing adapters of one form, by the places of their linears. Safe to call from any thread."""
         return AdapterPlan(self.packed.sites, adapted, self._dtype)

@@ -1,6 +1,6 @@
 """GPU executor of the native backend: one rank's share of a model, as Triton kernels over buffers that stay."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -9,10 +9,14 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.draws import DrawParams
+from holdfast.worker.executors.adapters import AdaptedLinear
+from holdfast.worker.executors.gpu.adapter_packing import DeviceAdapter, DevicePlan
+from holdfast.worker.executors.gpu.adapters import DeviceAdapters
 from holdfast.worker.executors.gpu.draw_launches import DrawnTokens
 from holdfast.worker.executors.gpu.fp8_proof import fp8_difference
 from holdfast.worker.executors.gpu.graphs import (
     BUCKETS,
+    AllBuffers,
     Capture,
     DecodeGraphs,
     Readback,
@@ -107,11 +111,15 @@ class GpuExecutor:
         self._exchange = choose_exchange(group, self._max_rows * layout.hidden_size, device, launch, share)
         self._wait = wait(group.data_timeout_s, self._in_vain, self._exchange.give_up)
         self._readback = Readback(device, self._wait)
-        self._layers = DeviceLayers(self._weights, group.rank, self._exchange, self._launches, self._progress)
+        self._adapters = DeviceAdapters(self._layout, launch, self._forget_adapted)
+        self._layers = DeviceLayers(
+            self._weights, group.rank, self._exchange, self._launches, self._adapters, self._progress
+        )
         if capture is None and device.type == "cuda":
             capture = cuda_capture
         capture = capture if self._exchange.on_device else None
         self._graphs = DecodeGraphs(capture)
+        self._adapted_graphs = DecodeGraphs(capture)  # of steps in which a row has an adapter
         self._sampler = DeviceSampler(
             self._layers.buffers, launch=launch, capture=capture, drawn=self._drawn, wait=self._wait
         )
@@ -179,6 +187,7 @@ class GpuExecutor:
 
     def drop_cache(self) -> None:
         self._graphs.clear()
+        self._adapted_graphs.clear()
         self._sampler.close()
         self._cache = None
 
@@ -212,7 +221,7 @@ class GpuExecutor:
         if key is None:
             work()
         else:
-            self._graphs.run((*key, with_logits), self._layers.buffers, work)
+            self._run_graph(step, (*key, with_logits), work)
         num_wanted, num_padded = len(batch.logits_rows), len(wanted)
         self._drawn.last = None
         if with_logits or not num_wanted:
@@ -241,8 +250,15 @@ class GpuExecutor:
             self._run_all(step, wanted, cache, with_logits=True)
             sampler.draw(inputs)
 
-        self._graphs.run((*key, *sampler.key_of(inputs)), buffers, work)
+        self._run_graph(step, (*key, *sampler.key_of(inputs)), work)
         return sampler.send(inputs)
+
+    def _run_graph(self, step: StepTensors, key: tuple[object, ...], work: Callable[[], None]) -> None:
+        buffers = self._layers.buffers
+        if step.adapted is None:
+            self._graphs.run(key, buffers, work)
+        else:
+            self._adapted_graphs.run(key, AllBuffers((buffers, self._adapters.buffers)), work)
 
     def _put_in_pending(self, token_ids: Tensor) -> None:
         """Puts the tokens of the last step into this one. All ranks have the argmax tokens; only the leader has tokens
@@ -293,7 +309,7 @@ class GpuExecutor:
         """Runs all layers, from token ids to the best token of each wanted row, or to the logits."""
         x = self._layers.run(step, wanted, cache)
         if len(wanted):
-            logits = self._layers.logits(x)
+            logits = self._layers.logits(x, step)
             if with_logits:
                 self._exchange.gather_to_leader(logits, self._layers.buffers)
             else:
@@ -327,11 +343,40 @@ class GpuExecutor:
         bucket = bucket_of(count) if pads and self._is_decode(batch) else None
         if bucket is None:
             arrays.fill(batch, count, tiles, block_size)
+            adapted = self._adapters.begin(batch, count, num_wanted, in_graph=False)
             step = arrays.tensors(count, len(tiles.narrow), len(tiles.wide), (tiles.narrow_splits, tiles.wide_splits))
-            return step, arrays.wanted[:num_wanted], None
+            return replace(step, adapted=adapted), arrays.wanted[:num_wanted], None
         splits = self._splits_of_graph(bucket, tiles.narrow_splits)
         arrays.fill(batch, bucket, tiles, block_size)
-        return arrays.tensors(bucket, bucket, 0, (splits, 0)), arrays.wanted[:bucket], (bucket, splits)
+        adapted = self._adapters.begin(batch, bucket, bucket, in_graph=True)
+        step = replace(arrays.tensors(bucket, bucket, 0, (splits, 0)), adapted=adapted)
+        return step, arrays.wanted[:bucket], (bucket, splits)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the model, which adapters are rounded to."""
+        return self._layout.dtype
+
+    def allocate_adapters(self, num_slots: int) -> None:
+        """Steps from now on find adapters in slots from 1 to `num_slots`."""
+        self._adapters.allocate(num_slots, self._max_rows, self._wait)
+
+    def plan_adapter(self, adapted: Mapping[str, AdaptedLinear]) -> DevicePlan:
+        """Plan of packing adapters of one form, by the places of their linears. Safe to call from any thread. Raises
+        `ConfigurationError` for places whose adapters the kernels do not add.
+        """
+        return self._adapters.plan(adapted)
+
+    def pack_adapter(self, plan: DevicePlan, content: memoryview) -> DeviceAdapter:
+        """This rank's share of an adapter, from the content of its file. Safe to call from any thread, at any time."""
+        return self._adapters.pack(plan, content)
+
+    def put_adapter(self, slot: int, adapter: DeviceAdapter | None) -> None:
+        """Steps from now on find it in this slot, from 1 on; None: nothing. Between two steps. Ends what was there."""
+        self._adapters.put(slot - 1, adapter)
+
+    def _forget_adapted(self) -> None:
+        self._adapted_graphs.clear()
 
     def _is_decode(self, batch: StepBatch) -> bool:
         """Whether a step is of a kind that has graphs."""
@@ -393,6 +438,7 @@ class GpuExecutor:
         assert self._cache is not None, "a cache is allocated before steps run"
         max_blocks = -(-self._max_positions // self._cache.block_size)
         self._graphs.clear()
+        self._adapters.fit(max_rows, self._wait)
         self._arrays = StepArrays(max_rows, max_blocks, self._query_group, self._head_dim, self._device, self._wait)
 
 

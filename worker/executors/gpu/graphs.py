@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -25,8 +26,21 @@ class Graph(Protocol):
 class Movable(Protocol):
     """Buffers that graphs read."""
 
-    generation: int
-    """Moves when a buffer has moved."""
+    @property
+    def generation(self) -> int:
+        """Moves when a buffer has moved."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AllBuffers:
+    """Several buffers that graphs read."""
+
+    each: tuple[Movable, ...]
+
+    @property
+    def generation(self) -> int:
+        return sum(one.generation for one in self.each)
 
 
 Capture = Callable[[Callable[[], None]], Graph]

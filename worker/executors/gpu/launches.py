@@ -8,7 +8,7 @@ from torch import Tensor
 
 from holdfast.worker.executors.gpu.kernels.attention import KEYS, SPLIT, attend, merge_splits
 from holdfast.worker.executors.gpu.kernels.heads import split_heads
-from holdfast.worker.executors.gpu.kernels.layers import activate, add_norm, embed, linear, sum_parts
+from holdfast.worker.executors.gpu.kernels.layers import activate, add_norm, cap, embed, linear, sum_parts
 from holdfast.worker.executors.gpu.kernels.reports import COLUMNS, best_of_blocks, best_of_rows
 from holdfast.worker.executors.gpu.linear_tiles import linear_tile, tile_for, weight_arguments
 from holdfast.worker.executors.kv_cache import LayerCache
@@ -70,10 +70,24 @@ class StepTensors:
     tables: Tensor
     """[sequences, blocks], int32"""
     tiles: tuple[AttentionTiles, ...]
+    adapted: "AdaptedRows | None" = None
+    """The adapters of its rows; None: no row has one."""
 
     @property
     def num_rows(self) -> int:
         return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """Slots of the adapters of a step's rows."""
+
+    slots: Tensor
+    """[rows], int32, from 0 on; -1: the row has none"""
+    wanted: Tensor
+    """[rows wanted], likewise"""
+    is_narrow: bool
+    """Whether tiles of rows are the narrowest, for few rows of each adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +164,15 @@ class Launches:
         }
         grid = (-(-num_rows // tile.tokens), -(-num_outputs // tile.outputs), num_slices)
         self._launch(linear, grid, arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
+
+    def cap(self, logits: Tensor, scale: float, softcap: float | None) -> None:
+        """What `linear` does to sums with this scale and softcap, in place. logits: all of a tensor, float32."""
+        flags = {"HAS_SCALE": scale != 1.0, "HAS_SOFTCAP": softcap is not None}
+        if not any(flags.values()):
+            return
+        arguments = {"x": logits, "num_values": logits.numel(), "scale": scale, "softcap": softcap or 0.0}
+        grid = (-(-logits.numel() // _SUM_BLOCK),)
+        self._launch(cap, grid, {**arguments, "BLOCK": _SUM_BLOCK, **flags}, num_warps=4, num_stages=1)
 
     def sum_parts(self, parts: Tensor, out: Tensor) -> None:
         """parts [1, 2, 4 or 8, T, hidden] -> out [T, hidden], float32, added as a binary tree."""

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from holdfast.worker.executors.adapters import HEAD
+from holdfast.worker.executors.gpu.adapters import DeviceAdapters
 from holdfast.worker.executors.gpu.graphs import Buffers
 from holdfast.worker.executors.gpu.launches import MAX_OUTSIDE_SPLITS, Launches, SplitSpace, StepTensors, splits_outside
 from holdfast.worker.executors.gpu.mixtures import DeviceMixtures, MixtureLaunches
@@ -19,7 +21,13 @@ class DeviceLayers:
     """One rank's layers. All ranks of the group make the same calls."""
 
     def __init__(
-        self, weights: DeviceWeights, rank: int, exchange: RankExchange, launches: Launches, progress: Tensor
+        self,
+        weights: DeviceWeights,
+        rank: int,
+        exchange: RankExchange,
+        launches: Launches,
+        adapters: DeviceAdapters,
+        progress: Tensor,
     ) -> None:
         """`progress` [1], int64, moves with every layer."""
         self._weights = weights
@@ -27,6 +35,7 @@ class DeviceLayers:
         self._rank = rank
         self._exchange = exchange
         self._launches = launches
+        self._adapters = adapters
         self._progress = progress
         self.buffers = Buffers(weights.layout.embedding.device)
         self._mixtures = DeviceMixtures(self.buffers, launches, MixtureLaunches(launches.launch))
@@ -36,6 +45,8 @@ class DeviceLayers:
         layout, residual = self._layout, self._residual(step)
         first_id = self._rank * len(layout.embedding)
         self._launches.embed(step.token_ids, layout.embedding, first_id, layout.embedding_scale, residual)
+        self._adapters.group(step)
+        self._adapters.add_to_embedding(step, first_id, residual)
         self._exchange.add_in_place(residual)  # of one rank alone, and zeros
         out = self.buffers.take("head", (len(wanted), layout.hidden_size), layout.dtype)
         self._begin_layer(0, residual, step)
@@ -58,11 +69,16 @@ class DeviceLayers:
             if mixture is not None:
                 self._mixtures.warm_up(mixture, x)
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, step: StepTensors) -> Tensor:
         """x [wanted, hidden] -> this rank's [wanted, rows of the head], float32."""
         layout = self._layout
         out = self.buffers.take("logits", (1, len(x), layout.head.out_features))
-        self._launches.linear(x, layout.head, out, scale=layout.logit_scale, softcap=layout.logit_softcap)
+        if not self._adapters.adds_to(HEAD, step):
+            self._launches.linear(x, layout.head, out, scale=layout.logit_scale, softcap=layout.logit_softcap)
+            return out[0]
+        self._launches.linear(x, layout.head, out)
+        self._adapters.add(HEAD, x, step, out, wanted=True)
+        self._launches.cap(out, layout.logit_scale, layout.logit_softcap)
         return out[0]
 
     def mix(self, index: int, qkv: Tensor, step: StepTensors, pages: LayerCache) -> Tensor:
@@ -146,9 +162,10 @@ class DeviceLayers:
         """The parts of attention's output [parts, T, hidden]."""
         qkv = self.buffers.take("qkv", (1, step.num_rows, attention.qkv.out_features))
         self._launches.linear(x, attention.qkv, qkv)
+        self._adapters.add(f"{index}.qkv", x, step, qkv)
         self._norm_all_heads(attention, qkv[0])
         mixed = self.mix(index, qkv[0], step, cache.layers[index])
-        return self._row_parallel(mixed, attention.output, attention.num_slices)
+        return self._row_parallel(mixed, attention.output, attention.num_slices, f"{index}.output", step)
 
     def _norm_all_heads(self, attention: Attention, qkv: Tensor) -> None:
         """The norms over all heads together, in place."""
@@ -179,20 +196,22 @@ class DeviceLayers:
             own = self._mixtures.run(mixture, x, step.slots)
             return self._exchange.add(own[None], self.buffers)
         assert isinstance(layer.mlp, Mlp), "a layer has an MLP or a mixture"
-        return self._mlp(layer.mlp, x)
+        return self._mlp(index, layer.mlp, x, step)
 
-    def _mlp(self, mlp: Mlp, x: Tensor) -> Tensor:
+    def _mlp(self, index: int, mlp: Mlp, x: Tensor, step: StepTensors) -> Tensor:
         up = self.buffers.take("up", (1, len(x), mlp.up.out_features))
         self._launches.linear(x, mlp.up, up)
+        self._adapters.add(f"{index}.up", x, step, up)
         inner = self.buffers.take("inner", (len(x), mlp.down.in_features), self._layout.dtype)
         self._launches.activate(up[0], mlp.activation, mlp.has_gate, inner)
-        return self._row_parallel(inner, mlp.down, mlp.num_slices)
+        return self._row_parallel(inner, mlp.down, mlp.num_slices, f"{index}.down", step)
 
-    def _row_parallel(self, x: Tensor, linear: Linear, num_slices: int) -> Tensor:
+    def _row_parallel(self, x: Tensor, linear: Linear, num_slices: int, place: str, step: StepTensors) -> Tensor:
         """The parts of a sum over all ranks' inputs [parts, T, hidden]."""
         shape = (len(x), self._layout.hidden_size)
         parts = self.buffers.take("parts", (num_slices, *shape))
         self._launches.linear(x, replace(linear, bias=None), parts)
+        self._adapters.add(place, x, step, parts)
         return self._exchange.add(parts, self.buffers)
 
 

@@ -13,7 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from holdfast.worker.executors.adapters import AdaptedLinear, LowRank, StoredMatrix
 from holdfast.worker.executors.gpu import executor as executor_module
+from holdfast.worker.executors.gpu.adapter_launches import adapter_sites
+from holdfast.worker.executors.gpu.adapter_packing import DeviceAdapter
 from holdfast.worker.executors.gpu.executor import GpuExecutor
 from holdfast.worker.executors.gpu.peer_memory import PeerMemory
 from holdfast.worker.executors.gpu.rank_exchange import NoExchange, PeerExchange
@@ -112,6 +115,48 @@ def test_a_mixture_launches_four_kernels_more_and_makes_no_tensor(name, shared_i
     merged = device.launches["merge_splits"]
     assert sum(device.launches.values()) == (13 + 3 * bool(shared_inner)) * LAYERS + merged + 5, device.launches
     assert device.launches["grouped_linear"] == 2 * LAYERS
+
+
+def with_adapter(made):
+    """The executor with an adapter of all linears in its first slot, and the same of its proof's results."""
+    made.allocate_adapters(2)
+    matrix = StoredMatrix(torch.bfloat16, (0, 0), 0)
+    adapted = {
+        place: AdaptedLinear(
+            parts=(LowRank(a=matrix._replace(shape=(8, 0)), b=matrix, scale=1.0),),
+            part_of=np.zeros(site.num_outputs, dtype=np.int64),
+            rows=np.arange(site.num_outputs),
+            columns=np.arange(site.num_inputs),
+            probe=torch.zeros(site.num_inputs),
+        )
+        for place, site in adapter_sites(made._layout).items()
+    }
+    adapter = DeviceAdapter.__new__(DeviceAdapter)
+    adapter.places = made.plan_adapter(adapted).places
+    adapter.records = np.zeros((len(adapted), 9), dtype=np.int64)
+    made.put_adapter(1, adapter)
+    return made
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_adapters_launch_two_kernels_for_a_linear_and_make_no_tensor(name):
+    """And two for the embedding, and one for each grouping of rows. Steps without adapters launch none of them."""
+    made, device = executor()
+    with_adapter(made)
+    adapted = {each: replace(batch, adapter_slots=np.ones_like(batch.num_tokens)) for each, batch in BATCHES.items()}
+    for batch in [*BATCHES.values(), *adapted.values()] * 2:
+        made.launch(batch, with_logits=True)
+    device.launches.clear()
+    made.launch(BATCHES[name], with_logits=True)
+    plain = device.launches.copy()
+    device.launches.clear()
+    with Operations() as operations:
+        made.launch(adapted[name], with_logits=True)
+    assert set(operations.names) <= VIEWS | {"copy_"}, operations.names
+    assert operations.names["copy_"] == 2, "the step's arrays, and the slots"
+    linears = 4 * LAYERS + 1
+    assert device.launches - plain == {"shrink": linears, "look_up": 1, "expand": linears + 1, "group_rows": 2}
+    assert not plain - device.launches
 
 
 MIXTURE_KERNELS = {"choose_experts", "group_rows", "grouped_linear", "add_experts"}

@@ -11,6 +11,16 @@ import triton.language as tl
 from holdfast.worker.executors.gpu.kernels.codes import NUMBERS, coded_tile
 
 
+@triton.jit
+def capped(x, scale, softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """Logits from sums."""
+    if HAS_SCALE:
+        x *= scale
+    if HAS_SOFTCAP:
+        x = softcap - 2.0 * softcap / (tl.exp(2.0 * x / softcap) + 1.0)
+    return x
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def linear(
     x,  # [rows, inputs], dtype of the model
@@ -89,12 +99,26 @@ def linear(
         columns += INPUTS
     if HAS_BIAS:
         total += tl.load(bias + outputs, mask=is_output, other=0.0)[:, None]
-    if HAS_SCALE:
-        total *= scale
-    if HAS_SOFTCAP:
-        total = softcap - 2.0 * softcap / (tl.exp(2.0 * total / softcap) + 1.0)
+    total = capped(total, scale, softcap, HAS_SCALE, HAS_SOFTCAP)
     places = out + (part.to(tl.int64) * num_rows + tokens[None, :]) * num_outputs + outputs[:, None]
     tl.store(places, total.to(out.dtype.element_ty), mask=is_output[:, None] & is_token[None, :])
+
+
+@triton.jit(do_not_specialize=["num_values"])
+def cap(
+    x,  # [values], float32, in place
+    num_values,
+    scale,
+    softcap,
+    BLOCK: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Makes logits of sums that a linear has left as they are. Grid: (blocks,)."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < num_values
+    values = tl.load(x + places, mask=mask, other=0.0)
+    tl.store(x + places, capped(values, scale, softcap, HAS_SCALE, HAS_SOFTCAP), mask=mask)
 
 
 NO_NORM = tl.constexpr(0)
