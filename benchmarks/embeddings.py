@@ -5,10 +5,10 @@
 
 Rounds alternate within one run. `--peer` is a folder that `pip install --target` has put sentence-transformers in; it
 would write texts by the model's chat template if there is one. Without it the peer is its method by hand: texts sorted
-by length, batches of 32 with padding, transformers' model in torch, the last token, normalized. `--openvino`: with the
-package of that name in this folder, the same method with OpenVINO's CPU plugin is a peer too. `--vllm`: vLLM's pooling
-(`python -m benchmarks.peers.install vllm`), in a process that is paused while others run, and is given token ids; its
-CPU time is not known.
+by length, batches of 32 with padding, transformers' model in torch, the last token or, where the folder says so, the
+mean, normalized. `--openvino`: with the package of that name in this folder, the same method with OpenVINO's CPU plugin
+is a peer too. `--vllm`: vLLM's pooling (`python -m benchmarks.peers.install vllm`), in a process that is paused while
+others run, and is given token ids; its CPU time is not known.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from benchmarks.peers.launch import SETTINGS, variables_of
 from benchmarks.peers.peers import PEERS
 from benchmarks.peers.server import Server
 from holdfast import LLM
+from holdfast.worker.models.encoder_families import ENCODERS
 
 OPEN = 256  # requests at a time, of ours and of vLLM
 WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
@@ -86,7 +87,8 @@ def openvino_of(folder: str, place: str, threads: int, dtype: str) -> Callable[[
             self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-            causal = torch.ones(input_ids.shape[1], input_ids.shape[1], dtype=torch.bool).tril()
+            causal = torch.ones(input_ids.shape[1], input_ids.shape[1], dtype=torch.bool)
+            causal = causal if self.model.config.model_type in ENCODERS else causal.tril()
             is_seen = causal[None, None] & attention_mask[:, None, None].bool()
             mask = torch.zeros(is_seen.shape).masked_fill(~is_seen, torch.finfo(torch.float32).min)
             found: torch.Tensor = self.model(input_ids, attention_mask=mask, use_cache=False, return_dict=False)[0]
@@ -107,7 +109,7 @@ def vllm_of(folder: str, dtype: str, ends: ExitStack) -> Callable[..., np.ndarra
     from transformers import AutoTokenizer
 
     peer, folders = PEERS["vllm-pooling"], Folders()
-    settings = {**SETTINGS, "dtype": dtype, "max_num_seqs": OPEN}
+    settings = {**SETTINGS, "dtype": dtype, "max_num_seqs": OPEN, "max_model_len": None}
     command: list[str | Path] = [folders.python(peer.environment), DRIVERS / peer.driver, folder, json.dumps(settings)]
     server = Server(peer.name, command, variables_of(peer, folders), folders.log(peer.name))
     ends.callback(server.close)
@@ -130,6 +132,13 @@ def by_hand(
 
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    pooling = Path(folder) / "1_Pooling" / "config.json"
+    is_mean = pooling.is_file() and json.loads(pooling.read_text()).get("pooling_mode_mean_tokens", False)
+
+    def pool(states: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        last = states[np.arange(len(states)), mask.sum(1) - 1]
+        mean = np.einsum("bth,bt->bh", states, mask) / mask.sum(1, keepdims=True)
+        return np.asarray(mean if is_mean else last)
 
     def vectors(texts: Sequence[str]) -> np.ndarray:
         order = sorted(range(len(texts)), key=lambda at: -len(texts[at]))
@@ -138,8 +147,8 @@ def by_hand(
             some = order[start : start + 32]
             encoded = tokenizer([texts[at] for at in some], padding=True, return_tensors="np")
             batch = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-            last = states(batch)[np.arange(len(some)), batch["attention_mask"].sum(1) - 1]
-            for at, vector in zip(some, last / np.linalg.norm(last, axis=-1, keepdims=True), strict=True):
+            pooled = pool(states(batch), batch["attention_mask"])
+            for at, vector in zip(some, pooled / np.linalg.norm(pooled, axis=-1, keepdims=True), strict=True):
                 found[at] = vector
         return np.stack(found)
 

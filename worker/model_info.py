@@ -181,6 +181,11 @@ class ModelInfo:
         return min(self.max_model_len, self.most_tokens)
 
     @property
+    def computes_whole_prompts(self) -> bool:
+        """Whether one step computes all of a prompt, and nothing of it is cached."""
+        return self.pooling is not None and self.pooling.is_whole
+
+    @property
     def most_tokens(self) -> int:
         """Tokens of one sequence that the cache holds."""
         return most_tokens(self.num_blocks - self.state_blocks, self.block_size, self.window)

@@ -92,6 +92,8 @@ class PoolingFacts(NamedTuple):
     """Prompt template of a pair of texts, with {query} and {document}, and optionally {instruction}; empty: there is
     none.
     """
+    is_whole: bool = False
+    """Each prompt is computed in one step, and none of it comes from a cache: its tokens see those behind them."""
 
     def pair(self, query: str, document: str, instruction: str | None) -> str:
         """Prompt of a pair of texts, for a model of scores."""

@@ -24,8 +24,11 @@ _CANDIDATE_BYTES: Final = 10
 """Most bytes of a token, and of each of its candidates, in a message: an id of five bytes, a number of four."""
 
 
-def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence_len: int) -> tuple[int, ...]:
-    """The prompt's tokens that `truncate_prompt_tokens` keeps: its last ones, or with `truncate_right` its first ones.
+def kept_tokens(
+    token_ids: tuple[int, ...], params: SamplingParams, max_sequence_len: int, around: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """The prompt's tokens that `truncate_prompt_tokens` keeps: its last ones, or with `truncate_right` its first ones,
+    between those of `around` that it begins and ends with.
 
     With -1 it keeps the number of tokens that leave room for `max_tokens` within `max_sequence_len`, or for one token
     without a limit.
@@ -33,7 +36,19 @@ def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence
     wanted = params.truncate_prompt_tokens
     assert wanted is not None, "no truncation"
     num_kept = wanted if wanted > 0 else max(1, max_sequence_len - (params.max_tokens or 1))
-    return token_ids[:num_kept] if params.truncate_right else token_ids[-num_kept:]
+    front, back = _ends(token_ids, tuple(around)) if num_kept > len(around) else (0, 0)
+    end, num_inner = len(token_ids) - back, num_kept - front - back
+    inner = token_ids[front:end]
+    inner = inner[:num_inner] if params.truncate_right else inner[-num_inner:]
+    return (*token_ids[:front], *inner, *token_ids[end:])
+
+
+def _ends(token_ids: tuple[int, ...], around: tuple[int, ...]) -> tuple[int, int]:
+    """Numbers of the tokens around a text that a prompt begins with, and ends with."""
+    pairs = enumerate(zip(around, token_ids, strict=False))
+    front = next((at for at, (one, other) in pairs if one != other), min(len(around), len(token_ids)))
+    back = len(around) - front
+    return (front, back) if token_ids[len(token_ids) - back :] == around[front:] else (0, 0)
 
 
 def pooled(request: GenerationRequest, facts: ModelInfo) -> GenerationRequest:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.families import DECODERS
 
 BASE: dict[str, Any] = {
     "vocab_size": 126,  # divides by neither 4 nor 64
@@ -134,6 +134,17 @@ WITH_STATES: dict[str, dict[str, Any]] = {
 }
 """Likewise, of families whose layers keep states, where `BASE` is not enough."""
 
+_ENCODER = {"num_key_value_heads": ..., "head_dim": ..., "num_hidden_layers": 3}
+_ROBERTA = {**_ENCODER, "max_position_embeddings": 130, "bos_token_id": 0, "pad_token_id": 1}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": _ENCODER,
+    "camembert": _ROBERTA,
+    "modernbert": {**_ENCODER, "num_hidden_layers": 4, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
+    "roberta": _ROBERTA,
+    "xlm-roberta": {**_ROBERTA, "type_vocab_size": 1},
+}
+"""Likewise, of encoders."""
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one KV head": ("llama", {"num_key_value_heads": 1}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -160,7 +171,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Turns of a family that other code paths serve."""
 
 NOT_NATIVE = {
-    **dict.fromkeys(SERVED.keys() - FAMILIES.keys(), "not among the stated families"),
+    **dict.fromkeys(SERVED.keys() - DECODERS.keys(), "not among the stated families"),
     "olmo": "config.json has clip_qkv",
 }
 """Families and variants that the HF backend serves, and a word of why."""
@@ -197,7 +208,7 @@ def executor_of(family: str, size: int = 1) -> str:
 
 def settings_of(family: str) -> tuple[str, dict[str, Any]]:
     """Model type and config values of a family or a variant."""
-    model_type, extras = VARIANTS.get(family, (family, SERVED.get(family, WITH_STATES.get(family, {}))))
+    model_type, extras = VARIANTS.get(family, (family, (SERVED | WITH_STATES | ENCODERS).get(family, {})))
     return model_type, {**BASE, **extras}
 
 

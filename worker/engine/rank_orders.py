@@ -323,7 +323,8 @@ class RankMovers:
 def can_transfer(config: WorkerConfig, info: ModelInfo) -> bool:
     """Whether blocks of this replica may go to others, and theirs come here."""
     has_draft = config.speculation.speculative in ("draft", "mtp")  # whose blocks would be missing
-    return config.cache.kv_transfer and config.cache.enable_prefix_caching and info.window is None and not has_draft
+    is_cached = config.cache.enable_prefix_caching and not info.computes_whole_prompts
+    return config.cache.kv_transfer and is_cached and info.window is None and not has_draft
 
 
 def _key_text(key: TransferKey, **others: object) -> str:

@@ -1,6 +1,7 @@
 """Start-up self-check of a loaded model: a token's logits must depend on its own sequence alone.
 
-Nine short random sequences are run alone, packed together, in chunks and token by token. If that changes the numbers,
+Nine short random sequences are run alone, packed together, in chunks and token by token; those of an encoder, whose
+tokens see all of their sequence, alone and packed in two orders. If that changes the numbers,
 the model mixes tokens outside attention and is refused. If it changes only the last bits, the model serves, but a
 replay may differ from the first run.
 """
@@ -112,7 +113,8 @@ class SelfCheck:
             way_out = "Choose another dtype if its numbers overflow, or check its weights"
             raise UnsupportedModelError(self._info.model_type, reason, way_out)
         packed: list[Spans] = [[span for spans in alone for span in spans]]
-        outcomes = [self._compare(steps) for steps in (packed, self._chunked(), self._decoded())]
+        others = [[packed[0][::-1]]] if self._info.computes_whole_prompts else [self._chunked(), self._decoded()]
+        outcomes = [self._compare(steps) for steps in (packed, *others)]
         drift = float(np.quantile([one for _, drifts in outcomes for one in drifts], 0.5, method="lower"))
         if not drift <= _TOLERANCE.get(self._info.dtype, _HALF_TOLERANCE):
             reason = f"it mixes tokens outside attention (logits moved by {drift:.1%} with the batch)"

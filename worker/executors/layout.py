@@ -1,9 +1,12 @@
-"""Decoder layout: a decoder-only transformer as plain data, as one rank's share, which executors run.
+"""Decoder layout: a transformer, decoder or encoder, as plain data, as one rank's share, which executors run.
 
 A layer computes, with `x` [T, hidden] the residual stream (float32) and each norm optional:
 
     sequential:  x += scale * out_norm(attention(norm(x)));  x += scale * out_norm(mlp(norm(x))); either may be missing
     parallel:    x += attention(norm(x)) + mlp(norm of its own, or the same norm(x))
+
+Where a norm stays (`Norm.stays`), x = norm(x) comes first: so norms behind a residual sum (BERT) are those before the
+next half, and the last layer's is `DecoderLayout.norm`.
 """
 
 from dataclasses import dataclass
@@ -66,6 +69,9 @@ class Attention:
     scaling: float
     sliding_window: int | None = None
     """A query sees itself and this many keys less one before it."""
+    sees_behind: bool = False
+    """A query also sees the keys behind it, to the end of its sequence or as many: an encoder, whose prompts are
+    computed in one step."""
     softcap: float | None = None
     sinks: Tensor | None = None
     """float32 [num_heads]: one more score in each softmax, without a value."""
@@ -236,6 +242,18 @@ class TokenInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPlaces:
+    """Rows that are added to a token's embedding by its place, on every rank the same."""
+
+    positions: Tensor
+    """[positions, hidden]"""
+    segments: Tensor
+    """[1 or 2, hidden]: of all tokens, or of those of a prompt's first text, and of its second."""
+    separator: int | None = None
+    """Token behind whose first one the second text begins; None: a prompt has one text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """One layer of a decoder: norms, a mixer of tokens, and an MLP or experts, in the order that they run."""
 
@@ -275,6 +293,8 @@ class DecoderLayout:
     """[rows of this rank, hidden], serving dtype. Rows of all ranks follow each other; the last rank's are padded.
     On the meta device where it is the head's too, whose units have its numbers."""
     embedding_scale: float = 1.0
+    places: TokenPlaces | None = None
+    """Learned positions."""
     inputs: TokenInputs | None = None
     """Inputs of the layers' own, beside the residual stream."""
     rotaries: tuple[Rotary, ...]

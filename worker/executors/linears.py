@@ -18,6 +18,8 @@ class Norm:
     """float32 [n], with an offset of one folded in where the family has it; [heads, head_dim] where heads differ."""
     bias: Tensor | None = None
     eps: float
+    stays: bool = False
+    """Its result takes the place of the residual stream: `x = norm(x)`. Of a norm before a half of a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.model_info import Window
 from holdfast.worker.models.checks import OTHER_ENGINE, check_kv_cache_dtype, check_latents, kv_cache_dtype_refused
 from holdfast.worker.models.damaged_weights import damaged
+from holdfast.worker.models.encoders import check_has_native_backend
 from holdfast.worker.models.executor_protocols import MultiStepExecutor, OverlappingExecutor
 from holdfast.worker.models.families import FAMILIES
 from holdfast.worker.models.hf_backend import HfBackend
@@ -33,7 +34,7 @@ from holdfast.worker.models.proof import made_if_small
 from holdfast.worker.models.quantized_activations import refused
 from holdfast.worker.models.stated_layout import read_stated
 from holdfast.worker.models.weight_files import weight_files
-from holdfast.worker.models.weights import read_config
+from holdfast.worker.models.weights import read_config, read_json
 from holdfast.worker.progress import ProgressCounter
 
 logger = logging.getLogger(__name__)
@@ -240,6 +241,7 @@ def _on_hf_backend(
     reason: str,
 ) -> LoadedBackend:
     """The backend of a model whose Hugging Face modules run, for a `reason`."""
+    check_has_native_backend(str(read_json(folder / "config.json").get("model_type")), reason)
     hf_config = read_config(folder, config.model.config_changes)
     check_kv_cache_dtype(config, device.type, hf_config)
     facts = facts_of(hf_config, folder, config.model.max_model_len)

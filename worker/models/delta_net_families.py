@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from holdfast.worker.executors.layout_arithmetic import delta_state_length
-from holdfast.worker.models.family import DeltaPacking, Family, HeadNorms, Moe, NextToken, NormKind, is_sparse
+from holdfast.worker.models.family import DeltaPacking, Family, HeadNorms, Moe, NextToken, NormKind
+from holdfast.worker.models.family_rules import is_sparse
 
 
 def _derive(config: Any) -> None:

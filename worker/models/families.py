@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from holdfast.worker.models.delta_net_families import DELTA_NETS
+from holdfast.worker.models.encoder_families import ENCODERS
 from holdfast.worker.models.family import Family, HeadNorms, NormKind, Packing, Windows
 from holdfast.worker.models.family_bases import (
     BARE,
@@ -41,7 +42,7 @@ from holdfast.worker.models.latent_families import LATENTS
 from holdfast.worker.models.mamba_families import MAMBAS
 from holdfast.worker.models.mixtures import MIXTURES
 
-FAMILIES: Final[Mapping[str, Family]] = {
+DECODERS: Final[Mapping[str, Family]] = {
     **MIXTURES,
     **DELTA_NETS,
     **LATENTS,
@@ -327,4 +328,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         mlp_bias="use_bias",
     ),
 }
-"""Families by `model_type` of config.json."""
+"""Families that generate text, by `model_type` of config.json."""
+
+FAMILIES: Final[Mapping[str, Family]] = {**DECODERS, **ENCODERS}
+"""All families."""

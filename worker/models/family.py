@@ -8,6 +8,7 @@ from enum import Enum, auto
 from typing import Any, Final, Literal
 
 from holdfast.worker.executors.layout_arithmetic import QueryScale, mamba_state_length
+from holdfast.worker.models.encoder import Encoder
 
 REQUIRED: Final = object()
 """Stands for the value of an entry that config.json must have."""
@@ -139,11 +140,6 @@ def _every_layer(config: Any, index: int) -> bool:
     return True
 
 
-def is_sparse(config: Any, index: int) -> bool:
-    """Whether a layer of Qwen's mixtures, by config and index, has experts."""
-    return index not in (config.mlp_only_layers or ()) and (index + 1) % config.decoder_sparse_step == 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moe:
     """A mixture of experts in place of the MLP, in the layers that have one."""
@@ -241,12 +237,16 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of entries, and the names that are used here."""
 
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Entries that no layout can say, and the values under which they change nothing."""
     layer_types: frozenset[str] = frozenset({"full_attention", "sliding_attention"})
     """Kinds of layers that `layer_types` may name."""
 
     # tensors
     base: str = "model."
     embedding: str = "embed_tokens"
+    layers: str = "layers."
+    """Before the numbers of layers."""
     head_bias: bool = False
     stored_as: tuple[tuple[str, str], ...] = ()
     """Parts of the names of Hugging Face's modules, and what some files have in their place."""
@@ -254,10 +254,11 @@ class Family:
     """Patterns of the names of tensors that only draft; `{entry}` is an entry of config.json."""
 
     next_token: NextToken | None = None
+    encoder: Encoder | None = None
 
     # norms
     norm: NormKind = NormKind.RMS
-    norm_bias: bool = False
+    norm_bias: Setting = False
     eps: str = "rms_norm_eps"
     """The entry of config.json."""
     final_norm: str = "norm"
@@ -335,7 +336,7 @@ class Family:
     """Whether a layer, by config and index, has position embeddings."""
 
     # MLP
-    mlp: str = "mlp"
+    mlp: str = "mlp"  # empty: its linears are modules of the layer
     has_gate: bool = True
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     """One name: gate and up in one linear, gate first; without a gate, the first linear."""
@@ -389,7 +390,7 @@ class Family:
     @property
     def on_cpus_alone(self) -> bool:
         """Whether GPUs have no native backend for it."""
-        return self.keeps_state or self.latent
+        return self.keeps_state or self.latent or self.encoder is not None
 
     @property
     def may_be_uneven(self) -> bool:

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Final
 
-from holdfast.worker.models.family import Family, HeadNorms, Moe, NextToken, NormKind, Windows, is_sparse
-from holdfast.worker.models.family_rules import derive_lfm2, derive_qwen, full_every, short_conv_length
+from holdfast.worker.models.family import Family, HeadNorms, Moe, NextToken, NormKind, Windows
+from holdfast.worker.models.family_rules import derive_lfm2, derive_qwen, full_every, is_sparse, short_conv_length
 
 BIASES: Final = {"attention_bias": False, "mlp_bias": False}
 TYPES: Final = {"sliding_window": 4096, "layer_types": None}

@@ -115,6 +115,11 @@ def has_window(config: Any, index: int) -> bool:
     return config.sliding_window is not None and config.layer_types[index] == "sliding_attention"
 
 
+def is_sparse(config: Any, index: int) -> bool:
+    """Whether a layer of Qwen's mixtures, by config and index, has experts."""
+    return index not in (config.mlp_only_layers or ()) and (index + 1) % config.decoder_sparse_step == 0
+
+
 def derive_ernie(config: Any) -> None:
     """Replaces Ernie's end index -1 by the last layer's."""
     if config.moe_layer_end_index == -1:

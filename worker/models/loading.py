@@ -23,6 +23,7 @@ from holdfast.worker.models.checkpoint_scheme import quantization_of
 from holdfast.worker.models.checks import check_heads, check_kv_cache_dtype, check_own_dtype
 from holdfast.worker.models.coded_bytes import memory_of_weights
 from holdfast.worker.models.draft_model import DraftModel
+from holdfast.worker.models.encoders import check_settings
 from holdfast.worker.models.formats.gguf_folder import source_of
 from holdfast.worker.models.formats.quantization_rule import NOT_QUANTIZED, rule_name
 from holdfast.worker.models.memory import (
@@ -147,6 +148,8 @@ def _load_pooler(config: WorkerConfig, folder: Path, backend: Backend) -> Pooler
             f"model.model = {config.model.model!r}: states are pooled by the native backend on CPUs alone "
             "(docs/embeddings.md); set model.runner = 'generate' to have text generated"
         )
+    if pooler.facts.is_whole:
+        check_settings(config)
     if config.speculation.speculative != "none":
         raise ConfigurationError(
             f"speculation.speculative = {config.speculation.speculative!r}: must be none: a pooled model draws nothing"

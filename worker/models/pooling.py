@@ -10,18 +10,21 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
+from holdfast.worker.models.encoder import Encoder, HeadPart
+from holdfast.worker.models.encoders import WAY_OUT, check_encoder, encoder_of, why_not_pooled
 from holdfast.worker.models.families import FAMILIES
-from holdfast.worker.models.safetensors_header import read_header
+from holdfast.worker.models.pair_prompts import pair_form
+from holdfast.worker.models.pooled_layers import FUNCTIONS, Dense, LayerNorm, PooledLayer, Row, numbers_in, numbers_of
 from holdfast.worker.models.text_model import CLASSIFIERS, holds_text_model, is_without_head, served_config
 from holdfast.worker.models.weight_files import weight_files
-from holdfast.worker.models.weights import read_json
+from holdfast.worker.models.weights import read_json, tokenizer_folder
 from holdfast.worker.pooling import (
     NOT_FINITE,
     PoolingActivation,
@@ -32,10 +35,6 @@ from holdfast.worker.pooling import (
     PoolShare,
 )
 from holdfast.worker.step_plan import StepPlan
-
-Row = NDArray[np.float64]
-
-_WAY_OUT: Final = "Use sentence-transformers for it"
 
 _MODES: Final = {
     "pooling_mode_cls_token": PoolingKind.CLS,
@@ -56,25 +55,10 @@ _FUNCTIONS: Final = {"Identity": "none", "Tanh": "tanh", "Sigmoid": "sigmoid", "
 """Activations by the names of torch's modules."""
 
 
-class Dense(NamedTuple):
-    """A layer behind the pooled state: `function(weight x + bias)`."""
-
-    weight: Row
-    """[in, out]: a row for each input, so that sums are over rows, in order."""
-    bias: Row | None
-    function: str
-    """none or tanh."""
-
-    def of(self, row: Row) -> Row:
-        found: Row = np.add.reduce(self.weight * row[:, None], axis=0)
-        found = found if self.bias is None else found + self.bias
-        return found if self.function == "none" else np.array([math.tanh(value) for value in found])
-
-
 class Pooler:
     """Pooling of one model, on its leading rank."""
 
-    def __init__(self, facts: PoolingFacts, layers: Sequence[Dense] = ()) -> None:
+    def __init__(self, facts: PoolingFacts, layers: Sequence[PooledLayer] = ()) -> None:
         self.facts = facts
         self._layers = layers
 
@@ -165,20 +149,10 @@ def check_pooled(config: ModelConfig, folder: Path) -> None:
     """Raises `UnsupportedModelError` for a pooling model whose states are not computed here, before it is loaded."""
     raw = {**read_json(folder / "config.json"), **config.hf_overrides}
     model_type = str(served_config(raw, folder).get("model_type"))
-    if model_type in FAMILIES or _task(config, raw, folder) is None:
-        return
-    reason = "its type is not among the decoder families of the native backend, which alone pools states"
-    if model_type in _ENCODERS:
-        reason = "it is an encoder, whose tokens see those behind them; here a token sees those before it alone"
-    raise UnsupportedModelError(model_type, reason, _WAY_OUT)
-
-
-_ENCODERS: Final = frozenset(
-    {
-        *("albert", "bert", "deberta", "deberta-v2", "distilbert", "electra", "eurobert", "gte", "longformer"),
-        *("modernbert", "mpnet", "new", "nomic_bert", "roberta", "t5", "xlm-roberta", "xlm-roberta-xl"),
-    }
-)
+    if encoder_of(model_type) is not None:
+        check_encoder(raw, model_type, config.runner)
+    elif model_type not in FAMILIES and _task(config, raw, folder) is not None:
+        raise UnsupportedModelError(model_type, why_not_pooled(model_type), WAY_OUT)
 
 
 def max_tokens_of(folder: Path) -> int | None:
@@ -195,7 +169,8 @@ def _task(config: ModelConfig, raw: Mapping[str, Any], folder: Path) -> PoolingT
     architecture = str((raw.get("architectures") or [""])[0])
     if architecture.endswith(CLASSIFIERS) or "classifier_from_token" in raw:
         return PoolingTask.CLASSIFY
-    if config.runner == "pooling" or (folder / "modules.json").is_file() or is_without_head(raw):
+    is_encoder = encoder_of(str(raw.get("model_type"))) is not None
+    if config.runner == "pooling" or (folder / "modules.json").is_file() or is_without_head(raw) or is_encoder:
         return PoolingTask.EMBED
     return None
 
@@ -208,12 +183,14 @@ class _FolderReader:
         self._raw = raw
         self._folder = folder
         self._type = str(raw.get("model_type"))
+        self._encoder = encoder_of(self._type)
 
     def embedder(self) -> Pooler:
-        """A model of vectors. Without files of sentence-transformers, it pools the last token and normalizes, as vLLM
-        does.
+        """A model of vectors. Without files of sentence-transformers, it pools the last token, or an encoder's first
+        one, and normalizes, as vLLM does.
         """
-        kind, activation, layers = PoolingKind.LAST, PoolingActivation.NORMALIZE, list[Dense]()
+        kind = PoolingKind.LAST if self._encoder is None else PoolingKind.CLS
+        activation, layers = PoolingActivation.NORMALIZE, list[Dense]()
         if modules := self._modules():
             activation = PoolingActivation.NONE
             for name, path in modules:
@@ -234,28 +211,59 @@ class _FolderReader:
             is_matryoshka=bool(self._raw.get("is_matryoshka") or dimensions),
             dimensions=tuple(dimensions) if isinstance(dimensions, list) else (),
             prompt=self._default_prompt(),
+            is_whole=self._encoder is not None,
         )
         return Pooler(facts, layers)
 
     def classifier(self) -> Pooler:
         """A model of scores: of a head for labels, or of two tokens of a causal language model."""
+        if self._encoder is not None:
+            layers = [self._part(self._encoder, part) for part in self._encoder.head(self._raw)]
+            return self._of_labels(PoolingKind(self._encoder.kind(self._raw)), layers, self._template_of_pairs())
         tokens = self._raw.get("classifier_from_token")
         weight = self._numbers("score.weight") if tokens is None else self._of_tokens(tokens)
         if weight is None:
             reason = "its files have no score.weight, and config.json no classifier_from_token"
             raise self._refused(reason, "Set hf_overrides classifier_from_token to two tokens, or convert to embed")
-        num_labels = len(weight)
+        head = Dense(np.ascontiguousarray(weight.T), None, "none")
+        return self._of_labels(PoolingKind.LAST, [head], self._pair_template(tokens))
+
+    def _of_labels(self, kind: PoolingKind, layers: Sequence[PooledLayer], template: str) -> Pooler:
+        """A model of scores, of the outputs of the last layer."""
+        num_labels = layers[-1].weight.shape[-1]
         names = self._raw.get("id2label") or {}
         labels = tuple(str(names.get(str(index), f"LABEL_{index}")) for index in range(num_labels))
         facts = PoolingFacts(
             task=PoolingTask.CLASSIFY,
-            kind=self._chosen(PoolingKind.LAST),
+            kind=self._chosen(kind),
             activation=self._score_activation(num_labels),
             num_outputs=num_labels,
             labels=labels,
-            pair_template=self._pair_template(tokens),
+            pair_template=template,
+            is_whole=self._encoder is not None,
         )
-        return Pooler(facts, [Dense(np.ascontiguousarray(weight.T), None, "none")])
+        return Pooler(facts, layers)
+
+    def _part(self, encoder: Encoder, part: HeadPart) -> PooledLayer:
+        """A layer of an encoder's head."""
+        base = FAMILIES[self._type].base
+        weight, bias = (
+            next((found for prefix in (base, "") if (found := self._numbers(f"{prefix}{name}")) is not None), None)
+            for name in (f"{part.module}.weight", f"{part.module}.bias")
+        )
+        if weight is None:
+            raise self._refused(f"its files have no {part.module}.weight", "Set convert to embed")
+        if part.eps is not None:
+            return LayerNorm(weight, bias, part.eps)
+        if part.function not in FUNCTIONS:
+            raise self._refused(f"its classifier_activation is {part.function}")
+        return Dense(np.ascontiguousarray(weight.T), bias, part.function)
+
+    def _template_of_pairs(self) -> str:
+        """The prompt of two texts by an encoder's tokenizer; empty: it has none."""
+        form = pair_form(tokenizer_folder(self._config, self._folder))
+        own = "" if form is None else f"{{query}}{form.between}{{document}}"
+        return own if self._config.score_template is None else self._config.score_template
 
     def _pair_template(self, tokens: Any) -> str:
         if self._config.score_template is not None:
@@ -314,11 +322,11 @@ class _FolderReader:
         file = path / "model.safetensors"
         if not file.is_file():
             raise self._refused(f"the module {path.name} has no model.safetensors")
-        weight = _numbers(file, "linear.weight")
+        weight = numbers_in(file, "linear.weight")
         if weight is None:
             raise self._refused(f"{path.name}/model.safetensors has no linear.weight")
         function = self._function(str(entries.get("activation_function", "Tanh")), ("none", "tanh"))
-        return Dense(np.ascontiguousarray(weight.T), _numbers(file, "linear.bias"), function)
+        return Dense(np.ascontiguousarray(weight.T), numbers_in(file, "linear.bias"), function)
 
     def _function(self, name: str, known: Sequence[str]) -> str:
         found = _FUNCTIONS.get(name.rpartition(".")[2].removesuffix("()"))
@@ -352,28 +360,7 @@ class _FolderReader:
         raise self._refused("its files have no head")
 
     def _numbers(self, name: str, rows: Sequence[int] | None = None) -> Row | None:
-        for file in weight_files(self._folder):
-            if file.suffix == ".safetensors" and (found := _numbers(file, name, rows)) is not None:
-                return found
-        return None
+        return numbers_of(weight_files(self._folder), name, rows)
 
-    def _refused(self, reason: str, way_out: str = _WAY_OUT) -> UnsupportedModelError:
+    def _refused(self, reason: str, way_out: str = WAY_OUT) -> UnsupportedModelError:
         return UnsupportedModelError(self._type, f"it cannot be pooled: {reason}", way_out)
-
-
-def _numbers(path: Path, name: str, rows: Sequence[int] | None = None) -> Row | None:
-    """A matrix or vector of a safetensors file, or some rows of it; None: it has none of the name."""
-    header, start = read_header(path)
-    entry = header.get(name)
-    if entry is None:
-        return None
-    stored = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}.get(entry["dtype"])
-    if stored is None:
-        raise ConfigurationError(f"{path}: {name} is of type {entry['dtype']}; must be F32, F16 or BF16")
-    values = np.memmap(path, stored, "r", start + entry["data_offsets"][0], tuple(entry["shape"]))
-    taken = np.array(values if rows is None else values[list(rows)])
-    return (
-        (taken.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        if stored == "<u2"
-        else taken.astype(np.float64)
-    )

@@ -32,12 +32,15 @@ from holdfast.worker.models.reference_functions import (
     delta_parts,
     delta_rule,
     gated,
+    placed,
     product,
     rotated,
     rounded_in_units,
     routing,
     rows_of_table,
     softcapped,
+    stays,
+    unseen,
 )
 
 CONVERTED_AT_A_TIME: Final = 2**18
@@ -82,9 +85,8 @@ class Reference:
 
     def run_model(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Token ids [T] of one sequence -> logits [T, vocab]. `positions` [T] are 0, 1, ... unless given."""
-        layout = self._layout
-        positions = torch.arange(len(token_ids)) if positions is None else positions
-        x = self._embed(token_ids)
+        layout, positions = self._layout, torch.arange(len(token_ids)) if positions is None else positions
+        x = placed(layout.places, self._embed(token_ids), token_ids, positions)
         carried = _Carried(positions=positions, inputs=self._inputs(token_ids, x))
         for index in range(len(layout.layers)):
             x = self._run_layer(index, x, carried)
@@ -107,15 +109,17 @@ class Reference:
     def _run_layer(self, index: int, x: Tensor, carried: "_Carried") -> Tensor:
         layer = self._layout.layers[index]
         y = self._norm(layer.attention_norm, x)
-        y = self._mix(index, y, carried)
-        mixed = self._out(layer, layer.attention_out_norm, y)
+        x = y if stays(layer.attention_norm) else x
+        mixed = self._out(layer, layer.attention_out_norm, self._mix(index, y, carried))
         if layer.mlp is None:
             return x + mixed
         if layer.parallel:
             own = layer.attention_norm if layer.mlp_norm is None else layer.mlp_norm
             return x + mixed + self._out(layer, layer.mlp_out_norm, self._feed(layer.mlp, self._norm(own, x)))
         x = x + mixed
-        y = self._feed(layer.mlp, self._norm(layer.mlp_norm, x))
+        y = self._norm(layer.mlp_norm, x)
+        x = y if stays(layer.mlp_norm) else x
+        y = self._feed(layer.mlp, y)
         if layer.beside is not None:
             y = self._norm(layer.beside.mlp_out_norm, y) + self._beside(layer.beside, x)
         x = x + self._out(layer, layer.mlp_out_norm, y)
@@ -313,11 +317,7 @@ class Reference:
         scores = torch.einsum("qhd,khd->hqk", q, k) * attention.scaling
         if attention.softcap is not None:
             scores = softcapped(scores, attention.softcap)
-        distance = positions[:, None] - positions
-        hidden = distance < 0
-        if attention.sliding_window is not None:
-            hidden |= distance >= attention.sliding_window
-        scores = scores.masked_fill(hidden, -torch.inf)
+        scores = scores.masked_fill(unseen(attention, positions), -torch.inf)
         if attention.sinks is not None:
             sinks = attention.sinks.to(self._dtype)[:, None, None].expand(-1, len(positions), 1)
             return self._round(torch.cat((scores, sinks), -1).softmax(-1)[..., :-1])

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.worker.executors.coded import FAR, FAR_FROM, LINE, UNIT
-from holdfast.worker.executors.layout import Activation, Experts, Mlp, Rotary
-from holdfast.worker.executors.linears import Linear
+from holdfast.worker.executors.layout import Activation, Attention, Experts, Mlp, Rotary, TokenPlaces
+from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.state_layers import GatedDeltaNet
 
 
@@ -22,6 +22,30 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor
         own_bias = None if bias is None else bias[first : first + rows].to(x.dtype)
         y[..., first : first + rows] = F.linear(x, part, own_bias)
     return y
+
+
+def stays(norm: Norm | None) -> bool:
+    """Whether a norm's result takes the residual stream's place."""
+    return norm is not None and norm.stays
+
+
+def unseen(attention: Attention, positions: Tensor) -> Tensor:
+    """Whether a query [T] does not see a key [T]."""
+    distance = positions[:, None] - positions
+    distance = distance.abs() if attention.sees_behind else distance
+    hidden = distance < 0
+    if attention.sliding_window is not None:
+        hidden |= distance >= attention.sliding_window
+    return hidden
+
+
+def placed(places: TokenPlaces | None, x: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
+    """The embedding x [T, hidden] of a prompt, with what is added by places."""
+    if places is None:
+        return x
+    is_separator = token_ids == (-1 if places.separator is None else places.separator)
+    is_second = (is_separator.cumsum(0) > is_separator).long()
+    return x + places.segments.to(x.dtype)[is_second] + places.positions.to(x.dtype)[positions]
 
 
 def routing(experts: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ def read_stated_config(raw: Mapping[str, Any], overrides: Collection[str] = ()) 
     if raw.get("architectures") not in (None, [family.architecture]):
         raise NotStated(f"its architectures are {raw['architectures']}")
     raw = {**raw, **{ours: raw[theirs] for theirs, ours in family.aliases.items() if theirs in raw}}
-    _check_fixed(raw)
+    _check_fixed(raw, {**_FIXED, **family.fixed})
     entries = {**_COMMON, **family.entries}
     if unknown := sorted(set(overrides) - entries.keys() - _READ_APART):
         raise NotStated(f"model.hf_overrides has {', '.join(unknown)}")
@@ -60,8 +60,8 @@ def read_stated_config(raw: Mapping[str, Any], overrides: Collection[str] = ()) 
     return config
 
 
-def _check_fixed(raw: Mapping[str, Any]) -> None:
-    for key, understood in _FIXED.items():
+def _check_fixed(raw: Mapping[str, Any], fixed: Mapping[str, tuple[Any, ...]]) -> None:
+    for key, understood in fixed.items():
         if key in raw and raw[key] not in understood:
             raise NotStated(f"config.json has {key} = {raw[key]!r}")
 
@@ -301,7 +301,8 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
         (_or_none(_is_count), "q_lora_rank n_group topk_group"),
         (_or_none(_is_count), "block_ff_dim global_head_dim num_global_key_value_heads top_k_experts"),
         (_or_none(_is_index), "hidden_size_per_layer_input num_kv_shared_layers"),
-        (_is_count, "vocab_size_per_layer_input"),
+        (_is_count, "vocab_size_per_layer_input type_vocab_size local_attention global_attn_every_n_layers"),
+        (_or_none(_is_index), "separator_token_id pad_token_id"),
         (_or_none(_are_heads_of_layers), "per_layer_config"),
         (_or_none(_is_index), "sliding_window"),
         (_is_index, "max_window_layers sliding_window_pattern n_shared_experts moe_num_shared_experts"),
@@ -309,7 +310,7 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
         (_is_index_or_last, "moe_layer_end_index"),
         (_is_flag, "tie_word_embeddings attention_bias attention_out_bias mlp_bias qkv_bias use_bias use_qkv_bias"),
         (_is_flag, "attention_k_eq_v enable_moe_block transposed_experts use_double_wide_mlp"),
-        (_is_flag, "conv_bias block_auto_adjust_ff_dim use_expert_bias"),
+        (_is_flag, "norm_bias conv_bias block_auto_adjust_ff_dim use_expert_bias"),
         (_or_none(_is_flag), "tie_embedding rope_interleave"),
         (_is_flag, "use_sliding_window use_qk_norm qk_layernorm use_parallel_residual norm_topk_prob"),
         (_is_fraction, "rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon"),

@@ -23,6 +23,7 @@ from holdfast.worker.models.quantized_activations import Kept, kept_form
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.rotary import make_rotary
 from holdfast.worker.models.stated_config import NotStated, read_stated_config
+from holdfast.worker.models.stated_encoder import EncoderBuilder, separator_entry
 from holdfast.worker.models.stated_latent import latent_attention
 from holdfast.worker.models.stated_mlp import MlpBuilder
 from holdfast.worker.models.stated_states import LINEAR, DeltaNetBuilder, KimiDeltaBuilder, MambaBuilder, slices_beside
@@ -54,7 +55,8 @@ def read_stated(
 def stated_config_of(config: ModelConfig, folder: Path) -> Any:
     """The folder's config.json with the changes of the settings. Raises as `read_stated_config`."""
     changes = {key: value for key, value in config.config_changes.items() if key not in POOLING_ENTRIES}
-    raw = {**served_config(read_json(folder / "config.json"), folder), **changes}
+    written = read_json(folder / "config.json")
+    raw = {**served_config(written, folder), **separator_entry(config, written, folder), **changes}
     return read_stated_config(raw, config.hf_overrides.keys() - POOLING_ENTRIES)
 
 
@@ -81,6 +83,7 @@ class LayoutBuilder:
         self._mlps = MlpBuilder(share)
         self._mambas = None if share.family.mamba is None else MambaBuilder(share, share.family.mamba)
         self._delta_nets = self._delta_net_builder()
+        self._encoder = None if share.family.encoder is None else EncoderBuilder(share, share.family.encoder)
 
     def layout(self) -> DecoderLayout:
         """Layout of this rank: embedding, layers, last norm and head."""
@@ -97,10 +100,11 @@ class LayoutBuilder:
             vocab_size=config.vocab_size,
             embedding=share.embedding(table, head if whole_head is None else None),
             embedding_scale=self._embedding_scale() * family.embedding_scale(config),
+            places=None if self._encoder is None else self._encoder.places(),
             inputs=self._mlps.token_inputs(),
             rotaries=tuple(rotaries.values()),
             layers=tuple(self._layers(tuple(rotaries))),
-            norm=self._norm(family.base, family.final_norm),
+            norm=self._norm(family.base, family.final_norm) if self._encoder is None else self._encoder.final_norm(),
             head=head,
             logit_scale=family.logit_scale(config),
             logit_softcap=None if family.logit_softcap is None else getattr(config, family.logit_softcap),
@@ -177,7 +181,7 @@ class LayoutBuilder:
     def _halves(self, mixer: int | None, feeding: int | None, rotaries: tuple[str, ...]) -> Layer:
         """One layer, of the tensors of one or two."""
         family = self._family
-        of_mixer, of_mlp = (f"{family.base}layers.{index}." for index in (mixer, feeding))
+        of_mixer, of_mlp = (f"{family.base}{family.layers}{index}." for index in (mixer, feeding))
         state = None if mixer is None else self._state(mixer, of_mixer)
         attends = mixer is not None and state is None
         return Layer(
@@ -194,7 +198,7 @@ class LayoutBuilder:
 
     def _layer(self, index: int, rotaries: tuple[str, ...], prefix: str = "") -> Layer:
         """`prefix`: of the names of the tensors, if they are not those of the model's layer."""
-        family, prefix = self._family, prefix or f"{self._family.base}layers.{index}."
+        family, prefix = self._family, prefix or f"{self._family.base}{self._family.layers}{index}."
         parallel = is_set(family.parallel, self._config)
         state = self._state(index, prefix)
         attends = self._keeps_kv(index)
@@ -202,11 +206,11 @@ class LayoutBuilder:
         if isinstance(attention, Attention) and isinstance(state, Mamba2):
             attention, state = slices_beside(attention, state, self._share.dtype)
         return Layer(
-            attention_norm=self._optional_norm(prefix, family.attention_norm),
+            attention_norm=self._attention_norm(index, prefix),
             attention=attention,
             state=state,
             attention_out_norm=self._optional_norm(prefix, family.attention_out_norm),
-            mlp_norm=None if parallel and family.shared_norm else self._optional_norm(prefix, family.mlp_norm),
+            mlp_norm=None if parallel and family.shared_norm else self._mlp_norm(index, prefix),
             mlp=self._mlps.build(index, prefix),
             beside=self._mlps.beside(prefix),
             mlp_out_norm=self._optional_norm(prefix, family.mlp_out_norm),
@@ -261,6 +265,7 @@ class LayoutBuilder:
             rotary=self._rotary_index(index, rotaries),
             scaling=family.scaling(config),
             sliding_window=self._family.window_of(self._config, index),
+            sees_behind=family.encoder is not None,
             softcap=None if family.softcap is None else getattr(config, family.softcap),
             sinks=self._sinks(prefix) if family.sinks else None,
             output=output,
@@ -339,11 +344,23 @@ class LayoutBuilder:
         whole = self._share.tensors.take(f"{prefix}sinks", (num_heads,))
         return self._share.floats(whole.narrow(0, *self._share.part(num_heads)))
 
+    def _attention_norm(self, index: int, prefix: str) -> Norm | None:
+        if self._encoder is not None:
+            return self._encoder.attention_norm(index)
+        return self._optional_norm(prefix, self._family.attention_norm)
+
+    def _mlp_norm(self, index: int, prefix: str) -> Norm | None:
+        if self._encoder is not None:
+            return self._encoder.mlp_norm(index)
+        return self._optional_norm(prefix, self._family.mlp_norm)
+
     def _optional_norm(self, prefix: str, name: str | None) -> Norm | None:
         return None if name is None else self._norm(prefix, name)
 
     def _norm(self, prefix: str, name: str) -> Norm:
-        return self._share.norm(prefix + name, (self._config.hidden_size,), has_bias=self._family.norm_bias)
+        return self._share.norm(
+            prefix + name, (self._config.hidden_size,), has_bias=is_set(self._family.norm_bias, self._config)
+        )
 
 
 def _values_from_keys(linear: Linear) -> Linear:

@@ -44,7 +44,7 @@ class MlpBuilder:
 
     def build(self, index: int, prefix: str) -> Mlp | Experts:
         """MLP or experts of one layer, whose tensors have names with this prefix."""
-        moe, own = self._family.moe, f"{prefix}{self._family.mlp}."
+        moe, own = self._family.moe, f"{prefix}{self._family.mlp}." if self._family.mlp else prefix
         if moe is None or not moe.in_layer(self._config, index):
             inner = getattr(self._config, self._family.inner)
             return self._mlp(own, inner * self._family.inner_factor(self._config, index))

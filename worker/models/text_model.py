@@ -66,6 +66,8 @@ _OF_IMAGES: Final = frozenset({"mrope_section", "mrope_interleaved"})
 CLASSIFIERS: Final = "ForSequenceClassification"
 """End of the names of architectures that give scores."""
 
+_MASKED: Final = ("ForMaskedLM", "ForPreTraining")
+
 POOLING_ENTRIES: Final = frozenset(
     {
         *("architectures", "is_matryoshka", "matryoshka_dimensions", "classifier_from_token"),
@@ -89,9 +91,11 @@ def served_config(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def is_without_head(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a model whose states are pooled: one without a head for tokens."""
+    """Whether a config.json is of a model whose states are pooled: one without a head for tokens, or with an encoder's,
+    which guesses masked ones.
+    """
     name = str((raw.get("architectures") or [""])[0])
-    return name.endswith(("Model", CLASSIFIERS)) and not name.endswith("LMHeadModel")
+    return name.endswith(("Model", CLASSIFIERS, *_MASKED)) and not name.endswith("LMHeadModel")
 
 
 def without_head(raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:

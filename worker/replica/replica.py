@@ -149,6 +149,7 @@ class Replica:
             window=info.window,
             drafter=speculation,
             pooling=None if info.pooling is None else info.pooling.kind,
+            whole_prompts=info.computes_whole_prompts,
         )
         tuner = StepTuner(
             config.scheduler,

@@ -51,8 +51,8 @@ class BatchingPolicy(Protocol):
     def schedule(self, queues: SequenceQueues) -> list[Share]:
         """Chooses the next step, and admits and preempts as needed. Empty only if nothing waits or runs.
 
-        At most `limits.max_num_seqs` shares with at most `limits.max_num_batched_tokens` tokens in all; blocks for all
-        of them are allocated.
+        At most `limits.max_num_seqs` shares with at most `limits.max_num_batched_tokens` tokens in all, or one share of
+        more that must not be cut; blocks for all of them are allocated.
         """
         ...
 
@@ -179,10 +179,12 @@ class ContinuousBatching:
             sequence, prefix = first
             if sequence.service_class is not service_class or not self._has_memory(queues, sequence, prefix):
                 break
+            if sequence.is_whole and shares and sequence.num_uncomputed_tokens > budget:
+                break  # the next step has room for it, or is for it alone
             queues.admit(sequence, queues.allocator.num_blocks_for(len(sequence.token_ids)), prefix)
             if sequence.request.group_id:
                 siblings.add(sequence)
-            num_tokens = min(_step_tokens(sequence), budget)
+            num_tokens = _step_tokens(sequence) if sequence.is_whole else min(_step_tokens(sequence), budget)
             if queues.windows is not None:
                 num_tokens = queues.extend_window(sequence, num_tokens)
             shares.append((sequence, num_tokens))

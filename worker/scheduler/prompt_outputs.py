@@ -63,14 +63,16 @@ def prompt_logprob_rows(sequence: Sequence, num_tokens: int) -> range:
     return range(max(sequence.num_computed_tokens, first_missing - 1), min(end, sequence.num_prompt_tokens - 1))
 
 
-def begin_pooling(sequence: Sequence, kind: PoolingKind | None) -> None:
-    """A pooling request begins: its prompt is pooled, and nothing drawn after it. `kind` is the model's.
+def begin_pooling(sequence: Sequence, kind: PoolingKind | None, is_whole: bool) -> None:
+    """A pooling request begins: its prompt is pooled, and nothing drawn after it. `kind` is the model's; `is_whole`:
+    one step computes it all.
 
     Raises `InvalidRequestError` where the model is not pooled.
     """
     if kind is None:
         raise InvalidRequestError("pooling", sequence.request.pooling, "is not possible: the model generates text")
     sequence.pool_rows = kind.rows(sequence.num_prompt_tokens)
+    sequence.is_whole = is_whole
     sequence.max_len = sequence.num_prompt_tokens + 1
 
 

@@ -48,21 +48,21 @@ class Scheduler:
         drafter: Drafter | None = None,
         make_policy: MakePolicy | None = None,
         pooling: PoolingKind | None = None,
+        whole_prompts: bool = False,
     ) -> None:
         """`num_state_slots`: slots for states of sequences; 0: the model keeps none. `state_blocks`: number of blocks
         whose memory one slot occupies; 0: slots have separate memory. `window`: of the layers with sliding-window
         attention, if they have separate blocks. `drafter` drafts tokens; None: no speculation. `make_policy` makes the
         batching policy; None: the policy that the settings name. `pooling`: the outputs of a pooling model; None:
-        requests draw outputs.
+        requests draw outputs. `whole_prompts`: one step computes all of a prompt, and nothing of it is cached.
         """
-        self._max_num_waiting = config.max_num_waiting
-        self._max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
-        self._pooling = pooling
+        self._max_num_waiting, self._max_model_len = config.max_num_waiting, max_model_len
+        self._eos_token_ids, self._pooling = eos_token_ids, (pooling, whole_prompts)
         num_drafts = 0 if drafter is None else drafter.num_speculative_tokens
         self._drafter = drafter if num_drafts else None
         most = int(config.pinned_share * num_blocks)
-        self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching, max_num_pins=most)
+        is_cached = prefix_caching and not whole_prompts
+        self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=is_cached, max_num_pins=most)
         self._slots: StateSlots | None = None
         if num_state_slots:
             most = math.ceil(config.pinned_share * num_state_slots)
@@ -122,7 +122,7 @@ class Scheduler:
         )
         sequence.num_disk_tokens = num_disk_tokens
         if request.pooling is not None:
-            begin_pooling(sequence, self._pooling)
+            begin_pooling(sequence, *self._pooling)
         if (reason := sequence.finish_reason) is not None and request.output_token_ids:
             self.counts.num_finished += 1
             return sequence.last_delta(reason)

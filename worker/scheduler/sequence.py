@@ -44,8 +44,8 @@ class Sequence:
 
     __slots__ = (
         *("_looks_back", "_outputs", "adapter_slot", "attempt", "awaits_result", "block_ids", "cuts", "deadline_s"),
-        *("due_s", "has_dead_end", "hash_chain", "is_broken", "is_pending", "logits_settings", "max_len"),
-        *("num_accepted_tokens", "num_admitted_tokens", "num_cached_tokens", "num_computed_tokens"),
+        *("due_s", "has_dead_end", "hash_chain", "is_broken", "is_pending", "is_whole", "logits_settings"),
+        *("max_len", "num_accepted_tokens", "num_admitted_tokens", "num_cached_tokens", "num_computed_tokens"),
         *("num_discarded_tokens", "num_disk_tokens", "num_draft_tokens", "num_prompt_tokens", "num_rolling_blocks"),
         *("pool_rows", "pooled", "prompt_logprobs", "queued_s", "request", "sequence_id", "service_class"),
         *("state_slot", "status", "stop_token_ids", "tenant", "to_pin", "token_ids", "urgency", "waited_s"),
@@ -107,6 +107,8 @@ class Sequence:
         asks = params.prompt_logprobs is not None and not request.output_token_ids
         self.pool_rows: range | None = None
         """Positions whose states are pooled, of a pooling request (`prompt_outputs.py`); None: it draws an output."""
+        self.is_whole = False
+        """One step computes all of its prompt."""
         self.pooled = b""
         """Sums over the computed ones, float64."""
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
@@ -181,7 +183,7 @@ class Sequence:
         sample the next, and a token whose successor's logprob is requested, or whose state is pooled, must be computed.
         """
         if self.pool_rows is not None:
-            return self.pool_rows.start
+            return 0 if self.is_whole else self.pool_rows.start
         if num_missing := self.num_missing_prompt_logprobs:
             return self.num_prompt_tokens - num_missing - 1
         return len(self.token_ids) - 1

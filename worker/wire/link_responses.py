@@ -251,6 +251,7 @@ def _pooling_facts(message: engine_pb2.PoolingFacts) -> PoolingFacts:
             labels=tuple(message.labels),
             prompt=message.prompt,
             pair_template=message.pair_template,
+            is_whole=message.is_whole,
         )
     except ValueError as error:
         raise LinkMessageError(f"hello.pooling: {error}") from None

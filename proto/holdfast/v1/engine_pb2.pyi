@@ -380,7 +380,7 @@ class Hello(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., answers_digest: _Optional[bytes] = ..., path: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., checkpoint_digest: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., num_state_slots: _Optional[int] = ..., state_bytes: _Optional[int] = ..., state_blocks: _Optional[int] = ..., window_tokens: _Optional[int] = ..., window_block_size: _Optional[int] = ..., transfers_blocks: bool = ..., executor: _Optional[str] = ..., weights_version: _Optional[str] = ..., chat_template: _Optional[str] = ..., release: _Optional[str] = ..., quantization: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., frozen_after_ms: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., pooling: _Optional[_Union[PoolingFacts, _Mapping]] = ...) -> None: ...
 
 class PoolingFacts(_message.Message):
-    __slots__ = ("task", "kind", "activation", "num_outputs", "is_matryoshka", "dimensions", "labels", "prompt", "pair_template")
+    __slots__ = ("task", "kind", "activation", "num_outputs", "is_matryoshka", "dimensions", "labels", "prompt", "pair_template", "is_whole")
     TASK_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     ACTIVATION_FIELD_NUMBER: _ClassVar[int]
@@ -390,6 +390,7 @@ class PoolingFacts(_message.Message):
     LABELS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     PAIR_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    IS_WHOLE_FIELD_NUMBER: _ClassVar[int]
     task: str
     kind: str
     activation: str
@@ -399,7 +400,8 @@ class PoolingFacts(_message.Message):
     labels: _containers.RepeatedScalarFieldContainer[str]
     prompt: str
     pair_template: str
-    def __init__(self, task: _Optional[str] = ..., kind: _Optional[str] = ..., activation: _Optional[str] = ..., num_outputs: _Optional[int] = ..., is_matryoshka: bool = ..., dimensions: _Optional[_Iterable[int]] = ..., labels: _Optional[_Iterable[str]] = ..., prompt: _Optional[str] = ..., pair_template: _Optional[str] = ...) -> None: ...
+    is_whole: bool
+    def __init__(self, task: _Optional[str] = ..., kind: _Optional[str] = ..., activation: _Optional[str] = ..., num_outputs: _Optional[int] = ..., is_matryoshka: bool = ..., dimensions: _Optional[_Iterable[int]] = ..., labels: _Optional[_Iterable[str]] = ..., prompt: _Optional[str] = ..., pair_template: _Optional[str] = ..., is_whole: bool = ...) -> None: ...
 
 class StepUpdate(_message.Message):
     __slots__ = ("step_id", "deltas", "rejections", "load", "cache_events", "plain_attempts", "plain_token_indices", "plain_token_ids", "fetched_attempts", "fetched_tokens", "stats")

@@ -32,6 +32,22 @@ def test_the_end_of_a_prompt_is_kept(wanted, max_tokens, kept):
     assert kept_tokens(prompt, params, max_sequence_len=10) == prompt[-kept:]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "right", "kept"),
+    [
+        (5, True, (1, 10, 11, 12, 2)),
+        (5, False, (1, 12, 13, 14, 2)),
+        (100, False, (1, 10, 11, 12, 13, 14, 2)),
+        (2, True, (1, 10)),  # too few for any of the text
+    ],
+)
+def test_tokens_around_a_text_are_kept(wanted, right, kept):
+    params = SamplingParams(truncate_prompt_tokens=wanted, truncate_right=right)
+    assert kept_tokens((1, 10, 11, 12, 13, 14, 2), params, 20, around=[1, 2]) == kept
+    plain = kept_tokens((10, 11, 12, 13), params, 20, around=[1, 2])  # a prompt without them
+    assert plain == ((10, 11, 12, 13)[:wanted] if right else (10, 11, 12, 13)[-wanted:])
+
+
 def test_a_text_prompt_is_echoed_as_it_was_given_unless_it_was_cut():
     whole, cut = SamplingParams(echo=True), SamplingParams(echo=True, truncate_prompt_tokens=2)
     assert echoed_text(byte_tokenizer(), "hello", tuple(b"hello"), whole) == "hello"

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.tensor_parallel import SingleRank, TensorParallelGroup
-from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.families import DECODERS, FAMILIES
 from holdfast.worker.models.model import register_attention
 from holdfast.worker.models.native_backend import prepare
 from holdfast.worker.models.parallel_plan import ParallelPlan
@@ -19,7 +19,7 @@ from holdfast.worker.models.stated_layout import stated_layout
 from holdfast.worker.models.stated_tensors import StoredTensors
 from holdfast.worker.models.weights import ATTENTION, loaded_weights
 from tests.fake_group import run_ranks
-from tests.parity.families import VARIANTS, YARN, randomize, settings_of
+from tests.parity.families import ENCODERS, VARIANTS, YARN, randomize, settings_of
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 
 """Rotary angles for half of each head."""
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name, family in FAMILIES.items() if not family.keeps_state},
+    **{name: (name, {}) for name, family in DECODERS.items() if not family.keeps_state},
     "olmo": ("olmo", {"clip_qkv": None}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0], "num_hidden_layers": 2}),
     "phi3, half of each head turned": ("phi3", {"rope_parameters": HALF}),
@@ -64,16 +64,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}},
     ),
     "llama, yarn": ("llama", {"rope_parameters": YARN}),
-    **{name: (name, {}) for name, (family, _) in VARIANTS.items() if family in FAMILIES},
+    **{name: (name, {}) for name, (family, _) in VARIANTS.items() if family in DECODERS},
 }
 """Tiny models by name: a family or variant of the parity tests, and what is changed of it."""
+
+ENCODER_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ENCODERS},
+    "bert, approximate": ("bert", {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "type_vocab_size": 1}),
+    "modernbert, biases": ("modernbert", {"norm_bias": True, "attention_bias": True, "mlp_bias": True}),
+    "modernbert, windows first": ("modernbert", {"layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
+}
+"""Likewise, encoders."""
 
 
 def config_of(model: str, **changes: Any) -> Any:
     """The config of a tiny model by its name."""
     from transformers import AutoConfig
 
-    family, more = MODELS.get(model, (model, {}))
+    family, more = (MODELS | ENCODER_MODELS).get(model, (model, {}))
     model_type, values = settings_of(family)
     values = {**values, **more, **changes}
     return AutoConfig.for_model(model_type, **{key: value for key, value in values.items() if value is not ...})
@@ -81,17 +89,23 @@ def config_of(model: str, **changes: Any) -> Any:
 
 def hugging_face(config: Any, attention: str = "eager", dtype: torch.dtype = torch.float32) -> Any:
     """A random model, the same for the same config."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
     register_attention()
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    kind = AutoModel if config.model_type in ENCODERS else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation=attention)
     randomize(model)
     return model.to(dtype).eval().requires_grad_(False)
 
 
 def expected_logits(config: Any, token_ids: Tensor = TOKENS) -> Tensor:
+    """Of an encoder, by its table."""
+    model = hugging_face(config)
     with torch.inference_mode():
-        return hugging_face(config)(token_ids[None]).logits[0]
+        output = model(token_ids[None])
+        if config.model_type in ENCODERS:
+            return output.last_hidden_state[0] @ model.get_input_embeddings().weight.T
+        return output.logits[0]
 
 
 def layout_of(
@@ -103,7 +117,8 @@ def layout_of(
 
 def layout_of_module(model: Any, group: TensorParallelGroup, stored: torch.dtype | None = None) -> DecoderLayout:
     """One rank's layout of a model in memory, whose checkpoint is of the type `stored`."""
-    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    is_encoder = model.config.model_type in ENCODERS
+    is_tied = is_encoder or model.get_output_embeddings().weight is model.get_input_embeddings().weight
     own = {"architectures": None, "dtype": str(stored or model.dtype), "tie_word_embeddings": is_tied}
     stated = read_stated_config({**model.config.to_dict(), **own})
     state = {name: values for name, values in model.state_dict().items() if not (is_tied and name == "lm_head.weight")}

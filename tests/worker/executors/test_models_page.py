@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.families import DECODERS
 from holdfast.worker.models.family import Family, NormKind, Packing, Windows
 from tests.parity.families import NOT_SPLIT, SERVED
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
-LLAMA = FAMILIES["llama"]
+LLAMA = DECODERS["llama"]
 NORMS = {
     NormKind.RMS_PLUS_ONE: "RMSNorm by 1 + w",
     NormKind.LAYER: "LayerNorm",
@@ -19,7 +19,7 @@ NORMS = {
 def table() -> list[str]:
     """Every family that the parity tests serve."""
     head = ["| model type | one rank | several ranks | differs from llama by |", "|---|---|---|---|"]
-    return head + [row(name, FAMILIES.get(name)) for name in sorted(SERVED.keys() | FAMILIES.keys())]
+    return head + [row(name, DECODERS.get(name)) for name in sorted(SERVED.keys() | DECODERS.keys())]
 
 
 def row(name: str, family: Family | None) -> str:
@@ -79,4 +79,4 @@ def test_the_page_has_the_table_of_the_families():
 
 
 def test_all_known_families_are_served():
-    assert {name for name, family in FAMILIES.items() if not family.keeps_state} <= SERVED.keys()
+    assert {name for name, family in DECODERS.items() if not family.keeps_state} <= SERVED.keys()

@@ -25,6 +25,7 @@ from holdfast.worker.models.weights import read_config
 from tests.fake_group import run_ranks
 from tests.parity.families import NOT_SPLIT, YARN
 from tests.worker.executors.models import (
+    ENCODER_MODELS,
     MODELS,
     TOKENS,
     config_of,
@@ -53,6 +54,7 @@ MIXED = {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["slidi
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **MODELS,
+    **ENCODER_MODELS,
     "gemma, biases": ("gemma", {"attention_bias": True, "tie_word_embeddings": False}),
     "granite": ("granite", {"attention_multiplier": 0.3}),
     "granite, biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -97,7 +99,7 @@ def test_every_family_of_the_table_is_tried():
 
 def config_of_case(name: str) -> Any:
     family, changes = CASES[name]
-    return config_of(name) if name in MODELS else config_of(family, **changes)
+    return config_of(name) if name in MODELS | ENCODER_MODELS else config_of(family, **changes)
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
@@ -126,6 +128,9 @@ def read_and_run(model: Any, folder: Path, group: TensorParallelGroup) -> tuple[
 
 # --- config.json ---
 
+UNSCALED = ("phi3", "gemma4_text", "modernbert")
+"""Families whose old configs scale no rotary angles, or otherwise."""
+
 SIZES = {"vocab_size": 126, "hidden_size": 1280, "intermediate_size": 48, "num_hidden_layers": 30}
 
 
@@ -135,13 +140,15 @@ def test_what_config_json_leaves_out_is_what_transformers_takes(tmp_path, family
     heads = FAMILIES[family].entries.get("num_key_value_heads") if FAMILIES[family].latent else None
     raw = {"model_type": family, "dtype": "bfloat16", **SIZES, "max_position_embeddings": 64}
     raw |= {"num_attention_heads": heads or 160, "num_experts_per_tok": 2}
-    scaling = {"rope_scaling": {"type": "linear", "factor": 2.0}} if family not in ("phi3", "gemma4_text") else {}
-    theta = "rotary_emb_base" if family == "gpt_neox" else "rope_theta"
+    scaling = {"rope_scaling": {"type": "linear", "factor": 2.0}} if family not in UNSCALED else {}
+    theta = {"gpt_neox": "rotary_emb_base", "modernbert": "global_rope_theta"}.get(family, "rope_theta")
     for more in ({}, {theta: 5000, **scaling, FAMILIES[family].eps: 1e-4}):
         (tmp_path / "config.json").write_text(json.dumps({**raw, **more}))
         ours, theirs = read_stated_config({**raw, **more}), read_config(tmp_path)
         theirs.allow_global_per_layer_attribute_access = True
         expected = {name: getattr(theirs, name, None) for name in vars(ours)}
+        if hasattr(ours, "first_position"):  # those before it are of no token
+            expected["max_position_embeddings"] -= ours.first_position
         expected["head_dim"] = expected["head_dim"] or 8  # by modules, where a config has none
         expected["num_key_value_heads"] = expected["num_key_value_heads"] or 160
         assert {name: plain(value) for name, value in vars(ours).items() if name in entries_of(theirs)} == {
@@ -173,6 +180,8 @@ NOT_OF_LOGITS = {
     *("chunk_size", "mamba_chunk_size", "rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels"),
     *("time_step_floor", "time_step_max", "time_step_rank", "time_step_min"),  # of the first values of weights
     *("z_loss_coefficient", "expand"),  # the product of heads and their size
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "mlp_dropout", "initializer_cutoff_factor"),
+    "deterministic_flash_attn",
 }
 """Entries that transformers' code reads, and that are no family's own: of training, or read apart."""
 
@@ -193,7 +202,7 @@ def test_the_entries_that_the_code_of_transformers_reads_are_stated(monkeypatch,
     type(model)(config)
     with torch.inference_mode():
         model(TOKENS[None], use_cache=False)  # a cache must have a layer that attends
-    known = {*stated_config._COMMON, *family.entries, *family.aliases, *stated_config._FIXED}
+    known = {*stated_config._COMMON, *family.entries, *family.aliases, *family.fixed, *stated_config._FIXED}
     assert read & own - known <= NOT_OF_LOGITS
 
 
@@ -233,6 +242,10 @@ def rotaries(change: Callable[[Any], Any]) -> Callable[[DecoderLayout], DecoderL
 
 def inputs(change: Callable[[Any], dict[str, Any]]) -> Callable[[DecoderLayout], DecoderLayout]:
     return lambda layout: replace(layout, inputs=replace(layout.inputs, **change(layout.inputs)))
+
+
+def places(change: Callable[[Any], dict[str, Any]]) -> Callable[[DecoderLayout], DecoderLayout]:
+    return lambda layout: replace(layout, places=replace(layout.places, **change(layout.places)))
 
 
 SHARED = "gemma4_text, shared keys"
@@ -306,6 +319,19 @@ MISTAKES: dict[str, tuple[str, Callable[[DecoderLayout], DecoderLayout]]] = {
     "query scale": ("ministral3", attentions(query_scale=None)),
     "query scale, later": ("ministral3, later", attentions(query_scale=QueryScale(beta=0.31, length=20))),
     "query scale, never": ("ministral3, later", attentions(query_scale=QueryScale(beta=0.3, length=32))),
+    "no position": ("bert", places(lambda one: {"positions": one.positions * 0})),
+    "the position before": ("roberta", places(lambda one: {"positions": one.positions.roll(1, 0)})),
+    "the second text's tokens": ("bert", places(lambda one: {"segments": one.segments.flip(0)})),
+    "norms before residual sums": (
+        "bert",
+        every_layer(lambda layer: replace(layer, mlp_norm=replace(layer.mlp_norm, stays=False))),
+    ),
+    "an embedding beside its norm": (
+        "modernbert",
+        every_layer(lambda layer: replace(layer, attention_norm=replace(layer.attention_norm, stays=False))),
+    ),
+    "tokens that see those before them alone": ("modernbert", attentions(sees_behind=False)),
+    "window of an encoder off by one": ("modernbert, windows first", attentions(sliding_window=4)),
     "the weights of another layer": ("llama", lambda layout: replace(layout, layers=(layout.layers[0],) * 2)),
 }
 """By name: a model, and what its layout says wrongly."""

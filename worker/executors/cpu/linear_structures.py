@@ -36,7 +36,13 @@ class NativeLinear(Structure):
 class NativeNorm(Structure):
     """RMSNorm or LayerNorm."""
 
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("eps", c_float), ("is_layer_norm", c_int))
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("eps", c_float),
+        ("is_layer_norm", c_int),
+        ("stays", c_int),
+    )
 
 
 class NativeSpan(Structure):

@@ -190,6 +190,7 @@ class NativeLayer(Structure):
         ("block_size", c_int),
         ("has_own_table", c_int),
         ("reads_others", c_int),
+        ("sees_behind", c_int),
     )
 
 
@@ -216,6 +217,8 @@ class NativeModel(Structure):
         ("head", NativeLinear),
         ("inputs", POINTER(NativeTokenInputs)),
         ("exchange", POINTER(NativeExchange)),
+        ("positions", c_void_p),
+        ("segments", c_void_p),
         ("embedding_scale", c_float),
         ("logit_scale", c_float),
         ("logit_softcap", c_float),
@@ -231,4 +234,5 @@ class NativeModel(Structure):
         ("sum_parts", c_int),
         ("num_sites", c_int),
         ("embedding_site", c_int),
+        ("separator", c_int),
     )

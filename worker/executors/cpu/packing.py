@@ -132,7 +132,11 @@ class PackedModel(PartPacker):
             sum_parts=2 if any(layer.beside for layer in layout.layers) else 1,
             num_sites=num_sites,
             embedding_site=num_sites,
+            separator=-1,
         )
+        if (places := layout.places) is not None:
+            model.positions, model.segments = self._lines(places.positions), self._lines(places.segments)
+            model.separator = -1 if places.separator is None else places.separator
         if head is not None:
             model.head.site = 0  # its number is that of the other model
         return model
@@ -150,7 +154,7 @@ class PackedModel(PartPacker):
                 num_kv_heads=layer.num_kv_heads,
                 key_dim=layer.head_dim,
                 value_dim=0 if layer.latent else layer.head_dim,
-                sliding_window=layer.window or None,
+                sliding_window=None if layer.sees_behind else layer.window or None,
                 first_kv_head=first_kv_head,
             )
             for layer, first_kv_head in zip(self.attending(), self._first_kv_heads, strict=True)
@@ -241,6 +245,7 @@ class PackedModel(PartPacker):
         native.head_dim = attention.head_dim
         native.heads_per_slice = attention.num_heads // attention.num_slices
         native.window = attention.sliding_window or 0
+        native.sees_behind = int(attention.sees_behind)
         native.rotary = -1 if attention.rotary is None else attention.rotary
         native.head_norms = _head_norms(attention.query_norm, attention.head_dim, attention.num_heads)
 

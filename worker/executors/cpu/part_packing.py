@@ -81,6 +81,7 @@ class PartPacker:
             bias=None if norm.bias is None else self._floats(norm.bias),
             eps=norm.eps,
             is_layer_norm=int(norm.kind == "layer"),
+            stays=int(norm.stays),
         )
 
     def _linear(self, linear: Linear, *, slices: int = 1, rows: IntArray | None = None) -> NativeLinear:

@@ -11,6 +11,7 @@ from holdfast.worker.executors.finite import check_finite
 from holdfast.worker.executors.gpu.linear_tiles import coded_on
 from holdfast.worker.executors.layout import (
     Activation,
+    Attention,
     DecoderLayout,
     Experts,
     LatentAttention,
@@ -245,6 +246,10 @@ def _slices(number: int) -> int:
     return number if number in (1, 2, 4, 8) else 1
 
 
+def _sees_behind(attention: Attention | LatentAttention | None) -> bool:
+    return isinstance(attention, Attention) and attention.sees_behind
+
+
 def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> str | None:
     """Part of a layout that this executor does not run; None: it runs all."""
     if tensor_parallel_size not in (1, 2, 4, 8):
@@ -255,6 +260,8 @@ def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> 
         return "layers that keep a state run on CPUs alone"
     if layout.inputs is not None or any(kv_source(layer) is not None for layer in layout.layers):
         return "its layers have per-layer inputs, or share keys and values, which the kernels do not support"
+    if layout.places is not None or any(_sees_behind(layer.attention) for layer in layout.layers):
+        return "encoders run on CPUs alone"
     groups = set()
     for layer in layout.layers:
         if layer.attention is None or layer.mlp is None:

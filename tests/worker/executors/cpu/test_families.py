@@ -44,13 +44,13 @@ def size_of(x: Tensor) -> float:
     return x.square().mean(1).sqrt().median().item()
 
 
-def errors(layout: DecoderLayout, count: int = 90) -> tuple[float, float, float]:
+def errors(layout: DecoderLayout, chunks: tuple[int, ...], count: int = 90) -> tuple[float, float, float]:
     """Of the executor, of the reference that rounds where executors round, and how large logits are."""
     ids = tokens(count)
     exact = Reference(layout, dtype=torch.float64).run_model(torch.tensor(ids))
     rounded = Reference(layout, rounds=True).run_model(torch.tensor(ids))
     runner = Runner(layout, block_size=16)
-    logits = runner.run(ids, chunks=(33, 1, 20))
+    logits = runner.run(ids, chunks)
     runner.close()
     return size_of(logits.double() - exact), size_of(rounded.double() - exact), size_of(exact)
 
@@ -64,8 +64,8 @@ def test_a_family_is_computed_as_the_reference_does(model, dtype):
     check(layout, dtype)
 
 
-def check(layout: DecoderLayout, dtype: torch.dtype) -> None:
-    error, rounding, size = errors(layout)
+def check(layout: DecoderLayout, dtype: torch.dtype, chunks: tuple[int, ...] = (33, 1, 20)) -> None:
+    error, rounding, size = errors(layout, chunks)
     assert error <= (1e-5 * size if dtype == F32 else 1.5 * rounding), (error, rounding, size)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.worker.models.families import FAMILIES
+from holdfast.worker.models.families import DECODERS
 from tests.parity.families import NOT_SPLIT, save_tiny_model, settings_of
 from tests.parity.hybrids import PATTERNS, save_hybrid
 from tests.worker.models.formats import reference_rule as reference
@@ -55,7 +55,7 @@ TURNS: dict[str, dict[str, Any]] = {
 }
 """What is changed of `WIDER`."""
 
-NOT_READ: dict[str, set[int]] = {name: {2, 3, 4} for name in NOT_SPLIT & FAMILIES.keys()}
+NOT_READ: dict[str, set[int]] = {name: {2, 3, 4} for name in NOT_SPLIT & DECODERS.keys()}
 """Numbers of ranks that cannot share a family's tiny model natively."""
 
 RANKS = (1, 2, 3, 4)
@@ -151,16 +151,16 @@ def faults_at_load(
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODERS)
 def test_a_family_in_one_format_is_its_dequantized_folder(family, sources, tmp_path):
-    turn = list(FAMILIES).index(family)
+    turn = list(DECODERS).index(family)
     ranks = RANKS[turn // len(IN_TURN) % len(RANKS)]
     assert faults(family, IN_TURN[turn % len(IN_TURN)], sources, tmp_path, [ranks]) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODERS)
 def test_a_family_in_any_format_is_its_dequantized_folder(family, layout, sources, tmp_path):
     assert faults(family, layout, sources, tmp_path) == []
 
@@ -174,7 +174,7 @@ def test_a_family_is_quantized_at_load(family, sources, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", AT_LOAD)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODERS)
 def test_any_family_is_quantized_at_load(family, quantization, sources, tmp_path):
     found = faults_at_load(family, quantization, sources, tmp_path)
     if family in STACKED:

@@ -10,10 +10,21 @@ namespace {
 
 enum { SPLIT = 1024, FEW_QUERIES = 16 };  // rows of a task that wait for memory rather than for products
 
-// The keys that a query at `position` sees: [first, position].
+// The keys that a query at `position` sees: from the first one up to the end.
 NATIVE_INLINE int first_key(const HeadShape& shape, int position) {
   return shape.window && position >= shape.window ? position - shape.window + 1 : 0;
 }
+
+NATIVE_INLINE int end_of_keys(const HeadShape& shape, const SequenceView& seq, int position) {
+  if (!shape.sees_behind) return position + 1;
+  return shape.window ? std::min(position + shape.window, seq.end) : seq.end;
+}
+
+// The rows of one task: heads of one KV head, token by token, in order of position. Each sees the keys [first, end).
+struct QueryRows {
+  int count;
+  int firsts[QUERY_ROWS], ends[QUERY_ROWS], tokens[QUERY_ROWS], heads[QUERY_ROWS];
+};
 
 // 16 weights from `at` on, rounded, as the product with values takes them.
 template <class W> NATIVE_INLINE void store_weights(AttentionScratch<W>& a, int at, Lanes weights) {
@@ -28,14 +39,14 @@ template <class W> NATIVE_INLINE void store_weights(AttentionScratch<W>& a, int 
 // Turns the scores of one tile into weights for up to 16 rows, and scales what they have summed where a larger score came up.
 // With SCALES, those of keys and of values (`a.scales`) are multiplied in: weights sum to what they do without.
 template <bool SCALES, class W>
-NATIVE_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const int* positions, Softmax& sum,
+NATIVE_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const QueryRows& rows, Softmax& sum,
                               int row, int count, int key) {
   alignas(64) float factor[16];
   int firsts[16], ends[16];
   Lanes best[16], scale = all(shape.softcap > 0 ? 1.0f : shape.scale);
   for (int r = 0; r < count; r++) {
     best[r] = all(-INFINITY);
-    int first = firsts[r] = first_key(shape, positions[r]) - key, end = ends[r] = positions[r] + 1 - key;
+    int first = firsts[r] = rows.firsts[row + r] - key, end = ends[r] = rows.ends[row + r] - key;
     if (end <= 0 || first >= KEYS) continue;
     float* scores = a.scores + (row + r) * KEYS;
     bool is_cut = first > 0 || end < KEYS;
@@ -80,13 +91,14 @@ struct SomeKeys {
   int kv_head, first, end;
 };
 
-// Adds the keys [from, to) to what rows [0, count) have summed. `to` is beyond no row's context but the longest's. `after`: the
+// Adds the keys [from, to) to what rows have summed. `to` is beyond no row's context but the longest's. `after`: the
 // keys that this thread likely attends to next, of which it fetches the first 64 while it attends to its last.
 template <class W, class K>
 void attend_keys(Tiles& t, AttentionScratch<W>& a, const Pages<K>& pages, const SequenceView& seq, int kv_head,
-                 const int* positions, int count, int from, int to, Softmax& sum, SomeKeys after) {
+                 const QueryRows& rows, int from, int to, Softmax& sum, SomeKeys after) {
   typedef typename ReadAs<W, K>::Type Read;  // what products take
   const HeadShape& shape = pages.shape;
+  const int count = rows.count;
   for (int r = 0; r < QUERY_ROWS; r++) sum.largest[r] = -INFINITY;
   memset(sum.sums, 0, count * 16 * 4);
   memset(sum.values, 0, (long)count * shape.value_dims() * 4);
@@ -98,14 +110,14 @@ void attend_keys(Tiles& t, AttentionScratch<W>& a, const Pages<K>& pages, const 
     TileOfKeys<K> coming = {};
     if (num_next > 0) coming = find_keys(pages, *next.seq, next.kv_head, next.first, num_next);
     int first = 0;  // the rows that see any of these keys: they are in order of position
-    while (first + 16 < count && positions[first + 15] < key) first += 16;
+    while (first + 16 < count && rows.ends[first + 15] <= key) first += 16;
     // One after the other for all rows: what was stored has arrived when it is loaded as a tile.
     if constexpr (std::is_same<Read, K>::value) score_rows(t, a, shape, found, first, count, coming);
     else score_rows<W, Read>(t, a, shape, read_keys(a, shape, found, coming), first, count, {});
     if constexpr (Pages<K>::HAS_SCALES) read_scales(pages, seq, kv_head, key, num_keys, a.scales);
     for (int row = first; row < count; row += 16) {
       int some = count - row < 16 ? count - row : 16;
-      weigh_rows<Pages<K>::HAS_SCALES>(a, shape, positions + row, sum, row, some, key);
+      weigh_rows<Pages<K>::HAS_SCALES>(a, shape, rows, sum, row, some, key);
     }
     // Values of small blocks are put together: once for many rows, two tiles at a time where each is used once.
     int num_spans = (num_keys + 31) / 32;
@@ -164,12 +176,6 @@ NATIVE_INLINE void merge_all(const HeadShape& s, Softmax& total, const Softmax& 
               part.values + r * dims, dims);
 }
 
-// The rows of one task: heads of one KV head, token by token, in order of position.
-struct QueryRows {
-  int count;
-  int positions[QUERY_ROWS], tokens[QUERY_ROWS], heads[QUERY_ROWS];
-};
-
 // Of one layer and step: queries [token][head][dims] and the place of the results; `dims`: that are there, up to padded().
 template <class W> struct LayerRows {
   typedef typename InputOf<W>::Type Input;
@@ -191,7 +197,8 @@ NATIVE_INLINE void gather_queries(AttentionScratch<W>& a, const HeadShape& s, co
   rows.count = count;
   for (int r = 0; r < count; r++) {
     int row = first + r, token = row / s.group(), head = kv_head * s.group() + row % s.group();
-    rows.positions[r] = seq.first_position + token;
+    const int position = seq.first_position + token;
+    rows.firsts[r] = first_key(s, position), rows.ends[r] = end_of_keys(s, seq, position);
     rows.tokens[r] = seq.first_row + token, rows.heads[r] = head;
     Input* to = a.queries + r * s.padded();
     memcpy((void*)to, layer.queries + rows.tokens[r] * layer.token_stride + head * layer.head_stride,

@@ -15,7 +15,7 @@ template <class W> bool Decoder<W>::attention_half(int index, Thread& t) {
   if (!mixes(l)) return !t.narrows || index < m.num_layers - 1 || narrow(t);
   if (keeps_state(l)) return state_half(index, t);
   if (l.latent) return latent_half(index, t);
-  if (t.narrows && index >= first_reader) return wanted_half(index, t);
+  if (t.narrows && index >= first_reader) return wanted_half(index, t, false);
   if (t.narrows && index == m.num_layers - 1) return narrowing_half(l, t);
   Rows rows;
   if (!norm_inputs(t, l, rows)) return false;

@@ -56,6 +56,7 @@ template <class W> class Attention {
     decodes_alone = true;
     for (int i = 0; i < step.num_sequences; i++) {
       SequenceView seq = {row, (int)step.first_positions[i], (int)step.num_tokens[i], blocks, window_blocks};
+      seq.end = seq.first_position + seq.num_tokens;
       sequences.push_back(seq);
       blocks += step.num_blocks[i];
       if (step.num_window_blocks) window_blocks += step.num_window_blocks[i];
@@ -64,7 +65,7 @@ template <class W> class Attention {
         units.push_back({i, t, end});
         t = end;
       }
-      row += seq.num_tokens, last = std::max(last, seq.first_position + seq.num_tokens);
+      row += seq.num_tokens, last = std::max(last, seq.end);
       if (seq.num_tokens != 1) decodes_alone = false;
     }
     num_units = (int)units.size();
@@ -85,7 +86,8 @@ template <class W> class Attention {
       for (int row = 0; row < seq.num_tokens * group; row += most) {
         int count = std::min(most, seq.num_tokens * group - row);
         int from = first_key(shape, seq.first_position + row / group) / SPLIT;
-        int to = (seq.first_position + (row + count - 1) / group) / SPLIT, num_parts = may_split ? to - from + 1 : 1;
+        int to = (end_of_keys(shape, seq, seq.first_position + (row + count - 1) / group) - 1) / SPLIT;
+        int num_parts = may_split ? to - from + 1 : 1;
         for (int k = 0; k < shape.num_kv_heads; k++) {
           for (int part = 0; part < num_parts; part++)
             kind.tasks.push_back({i, k, row, count, part, num_parts, slot + part});
@@ -137,13 +139,11 @@ template <class W> class Attention {
   SomeKeys keys_of(const AttentionKind& kind, const AttentionTask& task) const {
     const SequenceView& seq = sequences[task.sequence];
     const int first = (first_key(kind.shape, seq.first_position) / SPLIT + task.part) * SPLIT;
-    return {&seq, task.kv_head, begin_of(kind.shape, seq.first_position, first), seq.first_position};
+    return {&seq, task.kv_head, begin_of(first_key(kind.shape, seq.first_position), first), seq.first_position};
   }
 
-  // The first tile of [from, ..) that any row sees.
-  static int begin_of(const HeadShape& s, int position, int from) {
-    return std::max(from, first_key(s, position) / KEYS * KEYS);
-  }
+  // The first tile of [from, ..) that has a key of [first, ..).
+  static int begin_of(int first, int from) { return std::max(from, first / KEYS * KEYS); }
 
   template <class K>
   void attend_task(const Pages<K>& pages, const LayerRows<W>& layer, Tiles& tiles, AttentionRoom<W>& own,
@@ -152,19 +152,17 @@ template <class W> class Attention {
     const SequenceView& seq = sequences[task.sequence];
     AttentionScratch<W>& a = own.scratch;
     gather_queries<W>(a, s, seq, task.kv_head, task.first, task.count, layer, own.rows);
-    const int* at = own.rows.positions;
-    int last = at[task.count - 1] + 1, first_part = first_key(s, at[0]) / SPLIT;
+    const int begin = own.rows.firsts[0], last = own.rows.ends[task.count - 1], first_part = begin / SPLIT;
     if (task.parts > 1) {
       int from = (first_part + task.part) * SPLIT, to = std::min(last, from + SPLIT);
-      attend_keys(tiles, a, pages, seq, task.kv_head, at, task.count, begin_of(s, at[0], from), to, a.total, after);
+      attend_keys(tiles, a, pages, seq, task.kv_head, own.rows, begin_of(begin, from), to, a.total, after);
       keep_part(s, task, a.total);
       return;
     }
     for (int from = first_part * SPLIT; from < last; from += SPLIT) {
       Softmax& sum = from == first_part * SPLIT ? a.total : a.part;
-      attend_keys(tiles, a, pages, seq, task.kv_head, at, task.count, begin_of(s, at[0], from),
-                  std::min(last, from + SPLIT), sum,
-                  from + SPLIT < last ? SomeKeys{&seq, task.kv_head, from + SPLIT, last} : after);
+      attend_keys(tiles, a, pages, seq, task.kv_head, own.rows, begin_of(begin, from), std::min(last, from + SPLIT),
+                  sum, from + SPLIT < last ? SomeKeys{&seq, task.kv_head, from + SPLIT, last} : after);
       if (&sum == &a.part) merge_all(s, a.total, a.part, task.count);
     }
     write_results(s, own.rows, a.total, layer);

@@ -77,6 +77,7 @@ struct NativeNorm {
   const float* bias;    // or null
   float eps;
   int is_layer_norm;
+  int stays;  // before a half of a layer: the normed row takes the place of the residual stream's
 };
 
 struct NativeMlp {
@@ -196,6 +197,7 @@ struct NativeLayer {
       parallel;                   // head_norms: see `HeadNorms`; has_gate: a gate for each output of attention
   int block_size, has_own_table;  // has_own_table: its blocks are those of layers with a window
   int reads_others;               // `pages` are another layer's, which writes them: `qkv` has queries alone
+  int sees_behind;                // a query sees the keys behind it too; its prompt is in one step
 };
 
 // Attention of one layer of modules that are not a decoder's.
@@ -232,6 +234,8 @@ struct NativeModel {
   NativeLinear head;
   const NativeTokenInputs* inputs;  // or null
   const NativeExchange* exchange;   // null: a step stops where a sum over ranks is due
+  const float* positions;           // [positions][hidden, filled up to sixteens]: added to the embedding; or null
+  const float* segments;            // likewise, one row, or the second for the tokens behind the first `separator`
   float embedding_scale, logit_scale, logit_softcap;
   int num_layers, num_rotaries, hidden, first_vocab_row, vocab_rows,
       vocab_size;                               // rows: of this rank; the last ranks' may lie beyond the vocabulary
@@ -239,6 +243,7 @@ struct NativeModel {
   int sum_parts;       // sums that a half of a layer leaves beside each other: 2 with a mixture beside an MLP, else 1
   int num_sites;       // linears that adapters may add to, and the embedding
   int embedding_site;  // number of the embedding among them; 0: none
+  int separator;       // the token behind which a prompt's second text begins; -1: there is none
 };
 
 struct NativeStep {

@@ -20,6 +20,7 @@ struct HeadShape {
   int key_tiles, value_tiles;    // tiles of 32 and of 16 dimensions
   int block_size, span;          // keys of a page, and of a tile of its values
   int window;                    // keys that a query sees; 0: all
+  int sees_behind = 0;           // it sees as many behind it
   int has_own_table = 0;         // its blocks are those of layers with a window
   long block_bytes = 0;          // from a block to the next; 0: blocks follow one another
   float scale = 0, softcap = 0;  // see `scale_scores`
@@ -32,9 +33,9 @@ struct HeadShape {
   long page_elements() const { return key_elements() + (values_in_keys ? 0 : (long)block_size * value_dims()); }
   bool operator==(const HeadShape& o) const {
     return num_heads == o.num_heads && num_kv_heads == o.num_kv_heads && key_dim == o.key_dim &&
-           value_dim == o.value_dim && block_size == o.block_size && window == o.window && scale == o.scale &&
-           softcap == o.softcap && values_in_keys == o.values_in_keys && has_own_table == o.has_own_table &&
-           block_bytes == o.block_bytes;
+           value_dim == o.value_dim && block_size == o.block_size && window == o.window &&
+           sees_behind == o.sees_behind && scale == o.scale && softcap == o.softcap &&
+           values_in_keys == o.values_in_keys && has_own_table == o.has_own_table && block_bytes == o.block_bytes;
   }
 };
 
@@ -56,6 +57,7 @@ NATIVE_INLINE void scale_scores(HeadShape& s, float scaling, float softcap) {
 struct SequenceView {
   int first_row, first_position, num_tokens;
   const int *blocks, *window_blocks;
+  int end;  // the position behind its last token in this step
 };
 
 template <class K> struct Pages {

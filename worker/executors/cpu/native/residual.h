@@ -24,6 +24,25 @@ template <class W> void Decoder<W>::embed_row(int r, float* out) {
     store(out + i, mine ? load(vector + i) * all(m.embedding_scale) + zero() : zero());
   for (; i < m.hidden; i++) out[i] = mine ? element(vector[i]) * m.embedding_scale + 0.0f : 0.0f;
   if (mine) add_to_embedding(r, row, out);
+  if (mine && m.positions) add_place(r, out);
+}
+
+// The positions of the step's rows in their prompts, and which of two texts they are of.
+template <class W> void Decoder<W>::list_places() {
+  places.clear();
+  for (int i = 0; i < step.num_sequences; i++) {
+    const SequenceView& seq = attention.sequences[i];
+    for (int t = 0, segment = 0; t < seq.num_tokens; t++) {
+      places.push_back({seq.first_position + t, segment});
+      if (step.token_ids[seq.first_row + t] == m.separator) segment = 1;
+    }
+  }
+}
+
+template <class W> void Decoder<W>::add_place(int r, float* out) const {
+  const long stride = (m.hidden + 15) / 16 * 16;
+  const float *position = m.positions + places[r].position * stride, *segment = m.segments + places[r].segment * stride;
+  for (int i = 0; i < m.hidden; i += 16) store(out + i, load(out + i) + load(segment + i) + load(position + i));
 }
 
 template <class W>

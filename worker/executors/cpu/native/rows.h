@@ -11,6 +11,11 @@
 
 namespace {
 
+// The position of a row in its prompt, and the text that it is of: 0, or 1 for the second of two.
+struct RowPlace {
+  int position, segment;
+};
+
 inline long stride_of(long columns) { return (columns + 31) / 32 * 32 + 32; }
 // Of a row of sums that lie beside each other, each in a stride of its own.
 inline long sum_columns(int hidden, int parts) { return parts == 1 ? hidden : parts * stride_of(hidden); }

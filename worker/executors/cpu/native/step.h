@@ -35,7 +35,7 @@ template <class W> class Decoder {
       if (!attends(l)) continue;
       const int values = l.latent ? l.latent->latent_dim : l.head_dim;
       HeadShape s = shape_of_heads(l.num_heads, l.num_kv_heads, l.head_dim, values, l.block_size, l.window);
-      s.values_in_keys = l.latent;
+      s.values_in_keys = l.latent, s.sees_behind = l.sees_behind;
       s.has_own_table = l.has_own_table, s.block_bytes = l.block_bytes;
       scale_scores(s, l.scaling, l.softcap);
       kind_of.back() = attention.kind_like(s);
@@ -80,6 +80,7 @@ template <class W> class Decoder {
     narrows = can_narrow() && step.num_wanted < step.num_rows && !step.hidden;
     if (narrows && ends_with_attention()) list_wanted();
     if (weighed.data) list_positions(step.num_sequences);
+    if (m.positions) list_places();
     make_room(step.num_wanted);
     begin_adapters();
     next_segment = 0;
@@ -198,13 +199,18 @@ template <class W> class Decoder {
     const RowUnit* units = nullptr;  // the same in units, beside each other, if they are there
   };
   bool normed(Thread& t, const NativeNorm& norm, Rows& rows) {
-    if (t.num_rows > OWN_NORM_ROWS) return normed_together(t, norm, h, rows);
+    if (t.num_rows > OWN_NORM_ROWS || norm.stays) return normed_together(t, norm, h, rows);
     rows = {t.own.normed.data, t.own.normed.stride};
     for (int r = 0; r < t.num_rows; r++) norm_or_copy(row_of(t, r), norm, t.own.normed.row(r));
     return true;
   }
   bool normed_together(Thread& t, const NativeNorm& norm, Buffer<Input>& out, Rows& rows) {
     rows = {out.data, out.stride};
+    if (norm.stays)
+      return row_tasks(t.run, t.num_rows, [&](int r) {
+        norm_row(row_of(t, r), norm, m.hidden, row_of(t, r));
+        norm_or_copy(row_of(t, r), {}, out.row(r));
+      });
     return row_tasks(t.run, t.num_rows, [&](int r) { norm_or_copy(row_of(t, r), norm, out.row(r)); });
   }
 
@@ -259,6 +265,8 @@ template <class W> class Decoder {
 
   bool embed(Thread& t);
   void embed_row(int r, float* out);
+  void list_places();
+  void add_place(int r, float* out) const;
   void add_to_embedding(int r, int place, float* out) const;
   bool row_parallel(Thread& t, const NativeLinear& w, Rows in, const NativeLayer& l, float* place);
   template <class Fn> bool summed_tasks(Thread& t, int rows, Fn&& fn);
@@ -356,7 +364,7 @@ template <class W> class Decoder {
   bool can_narrow() const { return m.tensor_parallel_size == 1 || exchange; }
   void list_wanted();
   bool narrowing_half(const NativeLayer& l, Thread& t);
-  bool wanted_half(int index, Thread& t);
+  bool wanted_half(int index, Thread& t, bool is_normed);
   bool narrow(Thread& t);
 
   // --- mlp_half.h ---
@@ -433,6 +441,7 @@ template <class W> class Decoder {
   Turns turns;
   std::vector<float> weights, shared_weights;
   std::vector<int> kind_of, positions[2];   // positions: of rows, and of wanted rows
+  std::vector<RowPlace> places;             // of rows, of a model that adds such to the embedding
   std::vector<AttentionKind> wanted_kinds;  // as those of `attention`, of layers that see the wanted rows alone
   int num_wanted_units = 0, room = 0;
   int first_reader = 0;  // from this layer on all read keys and values of others; the number of layers: none does

@@ -25,7 +25,7 @@ template <class W> void Decoder<W>::list_wanted() {
     else {
       SequenceView of = sequences[s];
       units.push_back({(int)sequences.size(), 0, 1});
-      sequences.push_back({i, of.first_position + row - of.first_row, 1, of.blocks, of.window_blocks});
+      sequences.push_back({i, of.first_position + row - of.first_row, 1, of.blocks, of.window_blocks, of.end});
     }
   }
   num_wanted_units = (int)units.size() - attention.num_units;
@@ -46,16 +46,17 @@ template <class W> bool Decoder<W>::narrowing_half(const NativeLayer& l, Thread&
       }))
     return false;
   if (!narrow(t)) return false;
-  return !t.num_rows || wanted_half(m.num_layers - 1, t);
+  return !t.num_rows || wanted_half(m.num_layers - 1, t, l.attention_norm.stays);
 }
 
-// The half of a layer that the wanted rows alone go through, with keys and values that are written.
-template <class W> bool Decoder<W>::wanted_half(int index, Thread& t) {
+// The half of a layer that the wanted rows alone go through, with keys and values that are written. `is_normed`: the
+// residual stream is already what attention takes in.
+template <class W> bool Decoder<W>::wanted_half(int index, Thread& t, bool is_normed) {
   const NativeLayer& l = m.layers[index];
   const int kv_heads = l.num_kv_heads;
   const HeadShape& shape = attention.kinds[kind_of[index]].shape;
   Rows rows;
-  if (!norm_inputs(t, l, rows)) return false;
+  if (!(is_normed ? normed(t, NativeNorm{}, rows) : norm_inputs(t, l, rows))) return false;
   if (!project(t, l.qkv, 0, (queries_end(l) + GROUP - 1) / GROUP, rows)) return false;
   if (!holdfast::tasks(t.run, num_wanted_units * kv_heads, [&](int i) {
         prepare_queries(shape, l, t.own, attention.units[attention.num_units + i / kv_heads], i % kv_heads);
