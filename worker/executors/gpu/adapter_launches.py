@@ -17,7 +17,7 @@ PIECE: Final[int] = kernels.PIECE.value
 RANKS: Final[int] = kernels.RANKS.value
 WORDS: Final[int] = kernels.WORDS.value
 MOST_RANKS: Final = 256
-"""Of a module."""
+"""Most ranks of a module."""
 _MOST_PARTS: Final = {"qkv": kernels.MAX_PARTS.value, "up": 2}
 """Modules of one linear; others are of one."""
 
@@ -39,7 +39,7 @@ class AdapterSite:
 
     @property
     def num_pieces(self) -> int:
-        """Of a slice, which is summed piece by piece."""
+        """Pieces of a slice, each of which is summed by itself."""
         return -(-self.num_inputs // self.num_slices // PIECE)
 
     @property

@@ -32,7 +32,7 @@ class _Place:
     site: AdapterSite
     added: AdaptedLinear
     first: int
-    """Of the numbers of A; those of B come after it."""
+    """First number of A."""
     first_of_b: int
     first_scale: int
     width: int
@@ -152,7 +152,7 @@ class DeviceAdapter:
                 first += rank
 
     def _sums(self, place: _Place, probe: Tensor, part_of: Tensor) -> Tensor:
-        """What a step adds to the outputs of a row of fixed inputs [tiles, outputs], in tiles of each width."""
+        """Numbers that a step adds to the outputs of a row of fixed inputs [tiles, outputs], in tiles of each width."""
         site, device = place.site, probe.device
         table = torch.from_numpy(self.records[None]).to(device)
         sums = []

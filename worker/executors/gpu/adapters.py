@@ -17,6 +17,7 @@ from torch import Tensor
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.adapters import EMBEDDING, AdaptedLinear
 from holdfast.worker.executors.gpu.adapter_launches import (
+    RANKS,
     WORDS,
     AdapterLaunches,
     adapter_sites,
@@ -31,7 +32,6 @@ from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.layout_arithmetic import next_power
 from holdfast.worker.executors.step_batch import StepBatch
 
-_FEWEST_RANKS: Final = 16
 _ROWS_OF_A_TILE: Final = 32
 """Rows of each adapter from which on tiles are wide."""
 
@@ -86,7 +86,7 @@ class DeviceAdapters:
         for is_narrow in (True, False):
             adapted = AdaptedRows(slots, slots, is_narrow)
             self._launches.group(slots, len(self._table), self._groups("rows", slots, adapted))
-        site, inner = self._sites[EMBEDDING], self.buffers.take("inner", (1, 1, _FEWEST_RANKS))
+        site, inner = self._sites[EMBEDDING], self.buffers.take("inner", (1, 1, RANKS))
         self._launches.look_up(site, slots, slots, self._like, self._table, 0, self._layout.embedding_scale, inner)
 
     def plan(self, adapted: Mapping[str, AdaptedLinear]) -> DevicePlan:
@@ -113,7 +113,7 @@ class DeviceAdapters:
             return
         self._resident[slot] = adapter
         for place in adapter.places:
-            stride = max(_FEWEST_RANKS, next_power(place.num_ranks))
+            stride = max(RANKS, next_power(place.num_ranks))
             used = self._used.get(place.name)
             if used is None:
                 part_of = torch.from_numpy(place.added.part_of).to(self._device, torch.int32)

@@ -166,7 +166,7 @@ class Launches:
         self._launch(linear, grid, arguments, num_warps=tile.num_warps, num_stages=tile.num_stages)
 
     def cap(self, logits: Tensor, scale: float, softcap: float | None) -> None:
-        """What `linear` does to sums with this scale and softcap, in place. logits: all of a tensor, float32."""
+        """Scale and softcap of `linear`, applied to its sums in place. logits: all of a tensor, float32."""
         flags = {"HAS_SCALE": scale != 1.0, "HAS_SOFTCAP": softcap is not None}
         if not any(flags.values()):
             return

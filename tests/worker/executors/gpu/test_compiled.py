@@ -164,7 +164,7 @@ print(len(uses))
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kernels_of_adapters_compile_in_each_dtype():
-    """Two registers at most are spilled. Where B is in bfloat16 or float16, its products are the matrix instruction's."""
+    """Two registers at most are spilled. Where B is in bfloat16 or float16, its products are matrix instructions."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", PRINTS_ADAPTERS], env=environment, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines()
