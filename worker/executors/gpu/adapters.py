@@ -76,7 +76,7 @@ class DeviceAdapters:
         if len(self._table):
             self._staging = Staging(2 * max_rows, self._device, wait)
             self._on_device = torch.zeros(2 * max_rows, dtype=torch.int32, device=self._device)
-            most = max(site.most_inner for site in self._sites.values())
+            most = max(site.most_inner for place, site in self._sites.items() if place != EMBEDDING)  # it is looked up
             self.buffers.take("inner", (max_rows * most,))
             self._on_growth()
 
