@@ -155,7 +155,7 @@ for use in uses.values():
     of_halves = dict(use.arguments).get("like") != "*fp32"
     for device in DEVICES:
         found = measured(use, device)
-        if found["stack_bytes"] > 8 or (use.name == "expand" and of_halves and not found["instructions"]):
+        if found["stack_bytes"] > 24 or (use.name == "expand" and of_halves and not found["instructions"]):
             print(use.title, use.arguments, device, found)
 print(len(uses))
 """
@@ -164,7 +164,7 @@ print(len(uses))
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kernels_of_adapters_compile_in_each_dtype():
-    """Two registers at most are spilled. Where B is in bfloat16 or float16, its products are matrix instructions."""
+    """Six registers at most are spilled. Where B is in bfloat16 or float16, its products are matrix instructions."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", PRINTS_ADAPTERS], env=environment, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines()
