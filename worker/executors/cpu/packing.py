@@ -26,7 +26,7 @@ from holdfast.worker.executors.cpu.model_structures import (
     NativeTokenInputs,
 )
 from holdfast.worker.executors.cpu.packed_rows import gate_and_up, in_dtype, padded_places
-from holdfast.worker.executors.cpu.part_packing import GROUP, TILE, PartPacker
+from holdfast.worker.executors.cpu.part_packing import GROUP, TILE, PartPacker, site_of_table
 from holdfast.worker.executors.cpu.states import recurrence_numbers
 from holdfast.worker.executors.cpu.tile_memory import Arena, Compactor, FreedWeights, address_of, is_tied, mapped_memory
 from holdfast.worker.executors.cpu.weight_codes import DTYPES
@@ -106,7 +106,7 @@ class PackedModel(PartPacker):
         self._rotaries = (NativeRotary * max(1, len(layout.rotaries)))(*map(self._rotary, layout.rotaries))
         self.layers = (NativeLayer * len(layout.layers))(*(self._layer(layer) for layer in layout.layers))
         self.model = self._model(layout, head, num_sites=len(numbers) + 1)
-        self.sites = Sites({place: self._sites[place] for place in places} | {EMBEDDING: _site_of_embedding(layout)})
+        self.sites = Sites({place: self._sites[place] for place in places} | {EMBEDDING: site_of_table(layout)})
         """The linears that adapters may add to, and the embedding."""
         own = (layer.attention for layer in layout.layers if layer.attention and kv_source(layer) is None)
         self._first_kv_heads = [one.first_kv_head if isinstance(one, Attention) else 0 for one in own]
@@ -390,11 +390,6 @@ class PackedModel(PartPacker):
             pairs=pairs,
             interleaved=int(rotary.interleaved),
         )
-
-
-def _site_of_embedding(layout: DecoderLayout) -> Site:
-    rows = len(layout.embedding)
-    return Site(padded_places(layout.hidden_size, 1, GROUP), 1, rows, -(-rows // TILE) * TILE)
 
 
 def _head_norms(norm: Norm | None, head_dim: int, num_heads: int) -> int:

@@ -38,6 +38,7 @@ from holdfast.worker.executors.cpu.tile_memory import (
 )
 from holdfast.worker.executors.cpu.unit_packing import PackedUnits, pack_units
 from holdfast.worker.executors.finite import check_finite, refuse
+from holdfast.worker.executors.layout import DecoderLayout
 from holdfast.worker.executors.linears import Linear, Norm
 from holdfast.worker.executors.mapped_files import discard_contents
 
@@ -234,3 +235,9 @@ class PartPacker:
     def _address(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def site_of_table(layout: DecoderLayout) -> Site:
+    """The embedding as a linear that adapters may add to: its inputs are tokens of this rank."""
+    rows = len(layout.embedding)
+    return Site(padded_places(layout.hidden_size, 1, GROUP), 1, rows, -(-rows // TILE) * TILE)

@@ -30,7 +30,6 @@ from holdfast.worker.executors.gpu.launches import (
     Launch,
     Launches,
     StepTensors,
-    num_vocab_blocks,
     rounded_splits,
     triton_launch,
 )
@@ -313,21 +312,7 @@ class GpuExecutor:
             if with_logits:
                 self._exchange.gather_to_leader(logits, self._layers.buffers)
             else:
-                self._find_best(logits)
-
-    def _find_best(self, logits: Tensor) -> None:
-        """Each row's argmax over all ranks, of whose blocks alone something travels."""
-        take, num_wanted = self._layers.buffers.take, len(logits)
-        columns = len(self._layout.embedding)
-        own = max(0, min(columns, self._layout.vocab_size - self._group.rank * columns))
-        blocks = num_vocab_blocks(columns)
-        bests = take("bests", (num_wanted, blocks, 3))
-        places = take("places", (num_wanted, blocks), torch.int32)
-        self._launches.best_of_blocks(logits, own, bests, places)
-        all_bests = self._exchange.gather(bests, "bests", self._layers.buffers)
-        all_places = self._exchange.gather(places, "places", self._layers.buffers)
-        tokens, sums = take("tokens", (num_wanted,), torch.int32), take("logsumexps", (num_wanted,))
-        self._launches.best_of_rows(all_bests, all_places, columns, tokens, sums)
+                self._layers.find_best(logits)
 
     def _prepare(
         self, batch: StepBatch, block_size: int, *, pads: bool = True

@@ -2,12 +2,20 @@
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from holdfast.worker.executors.adapters import HEAD
 from holdfast.worker.executors.gpu.adapters import DeviceAdapters
 from holdfast.worker.executors.gpu.graphs import Buffers
-from holdfast.worker.executors.gpu.launches import MAX_OUTSIDE_SPLITS, Launches, SplitSpace, StepTensors, splits_outside
+from holdfast.worker.executors.gpu.launches import (
+    MAX_OUTSIDE_SPLITS,
+    Launches,
+    SplitSpace,
+    StepTensors,
+    num_vocab_blocks,
+    splits_outside,
+)
 from holdfast.worker.executors.gpu.mixtures import DeviceMixtures, MixtureLaunches
 from holdfast.worker.executors.gpu.rank_exchange import RankExchange
 from holdfast.worker.executors.gpu.step_arrays import tile_columns
@@ -80,6 +88,20 @@ class DeviceLayers:
         self._adapters.add(HEAD, x, step, out, wanted=True)
         self._launches.cap(out, layout.logit_scale, layout.logit_softcap)
         return out[0]
+
+    def find_best(self, logits: Tensor) -> None:
+        """Each row's argmax over all ranks, of whose blocks alone something travels."""
+        take, num_wanted = self.buffers.take, len(logits)
+        columns = len(self._layout.embedding)
+        own = max(0, min(columns, self._layout.vocab_size - self._rank * columns))
+        blocks = num_vocab_blocks(columns)
+        bests = take("bests", (num_wanted, blocks, 3))
+        places = take("places", (num_wanted, blocks), torch.int32)
+        self._launches.best_of_blocks(logits, own, bests, places)
+        all_bests = self._exchange.gather(bests, "bests", self.buffers)
+        all_places = self._exchange.gather(places, "places", self.buffers)
+        tokens, sums = take("tokens", (num_wanted,), torch.int32), take("logsumexps", (num_wanted,))
+        self._launches.best_of_rows(all_bests, all_places, columns, tokens, sums)
 
     def mix(self, index: int, qkv: Tensor, step: StepTensors, pages: LayerCache) -> Tensor:
         """Attention of a layer: qkv [T, all heads], float32 -> [T, heads * dim]. Writes the step's keys and values."""

@@ -17,6 +17,7 @@ from tests.parity.families import save_tiny_model
 from tests.parity.hybrids import save_hybrid
 from tests.worker.executors.cpu.native import library_or_skip, other_classes, same_bits
 from tests.worker.executors.cpu.runs import Runner, tokens
+from tests.worker.executors.in_pieces import InPieces
 from tests.worker.executors.steps import Part, batch_of
 from tests.worker.models.adapter_folders import TABLES, merge, places_of, save_adapter
 from tests.worker.models.layouts import stated
@@ -55,8 +56,10 @@ def adapted(batch, slots, **changes):
     return replace(batch, adapter_slots=own, **states, **changes)
 
 
-class Adapted(Runner):
+class Adapted(InPieces, Runner):
     """A runner whose sequences have the adapters of their slots, and states by their number in a step."""
+
+    ids = IDS
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,14 +75,6 @@ class Adapted(Runner):
         """The logits of all tokens, by sequence, each with the adapter of its slot."""
         output = self.executor.run(adapted(batch_of(parts, self.block_size), slots), with_logits=True)
         return list(output.logits.clone().split([len(part.token_ids) for part in parts]))
-
-    def alone(self, slot, ids=IDS, chunks=()):
-        blocks, rows, first, turn = self.blocks(len(ids)), [], 0, 0
-        while first < len(ids):
-            size = chunks[turn % len(chunks)] if chunks else len(ids)
-            rows += self.with_slots([slot], Part(first, ids[first : first + size], blocks))
-            first, turn = first + size, turn + 1
-        return torch.cat(rows)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

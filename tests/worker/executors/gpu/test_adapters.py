@@ -15,6 +15,7 @@ from tests.parity.families import save_tiny_model
 from tests.worker.executors.cpu.runs import tokens
 from tests.worker.executors.gpu import runs
 from tests.worker.executors.gpu.tape import TapingDevice
+from tests.worker.executors.in_pieces import InPieces
 from tests.worker.executors.steps import Part, batch_of
 from tests.worker.models.adapter_folders import TABLES, merge, places_of, save_adapter
 from tests.worker.models.layouts import stated
@@ -31,8 +32,10 @@ def packed_in(executor, places, folder):
 
 
 @dataclass
-class Adapted(runs.Runner):
+class Adapted(InPieces, runs.Runner):
     """A runner whose sequences have the adapters of their slots."""
+
+    ids = IDS
 
     max_positions: int = 128
 
@@ -50,14 +53,6 @@ class Adapted(runs.Runner):
         if logits is None:
             return []
         return list(logits.clone().split([len(part.token_ids) for part in parts]))
-
-    def alone(self, slot, ids=IDS, chunks=()):
-        blocks, rows, first, turn = self.blocks(len(ids)), [], 0, 0
-        while first < len(ids):
-            size = chunks[turn % len(chunks)] if chunks else len(ids)
-            rows += self.with_slots([slot], Part(first, ids[first : first + size], blocks))
-            first, turn = first + size, turn + 1
-        return torch.cat(rows)
 
 
 def adapted(layout, **more):
