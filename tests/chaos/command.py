@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -36,16 +36,16 @@ class Served:
 def served(
     *flags: str,
     environ: Mapping[str, str] | None = None,
-    before: Callable[[], object] | None = None,
+    before: Sequence[str] = (),
     ports: tuple[int, int] = (0, 0),
 ) -> Iterator[Served]:
-    """The bundled model, until the block ends. `before` runs in the new process before the command. `ports` are the
+    """The bundled model, until the block ends. `before`: a command that becomes the one behind it. `ports` are the
     first for gRPC and HTTP; 0: any that are free, and others for a router that takes the place of one.
     """
     port, http_port = map(str, ports)
-    command = [sys.executable, "-m", "holdfast", "serve", "--port", port, "--http-port", http_port, *flags]
+    command = [*before, sys.executable, "-m", "holdfast", "serve", "--port", port, "--http-port", http_port, *flags]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environ or {})}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, preexec_fn=before)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     try:
         assert process.stdout is not None
         ready, http = (

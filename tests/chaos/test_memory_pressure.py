@@ -40,10 +40,16 @@ class Group:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._members = folder / "cgroup.procs"
 
     def enter(self) -> None:
         """The process that calls this belongs to the group from here on."""
-        (self._folder / "cgroup.procs").write_text(str(os.getpid()))
+        self._members.write_text(str(os.getpid()))
+
+    @property
+    def entered(self) -> list[str]:
+        """Runs the command behind it in the group."""
+        return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self._members)]
 
     @property
     def held(self) -> int:
@@ -130,6 +136,6 @@ def test_streams_go_on_when_the_container_has_no_memory_left(group, tally):
             await starve(cluster, group, load, tally)
 
     flags = ("--replicas", "2", "--kv-cache-memory", "64MiB")
-    with served(*flags, before=group.enter) as cluster:
+    with served(*flags, before=group.entered) as cluster:
         assert psutil.pid_exists(cluster.process.pid)
         loops.run(run(cluster), timeout_s=LIMIT_S)

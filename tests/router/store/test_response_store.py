@@ -41,14 +41,15 @@ def postgresql() -> Iterator[str]:
     # Not below pytest's folder, which any run of pytest closes to other accounts: the server does not run as root.
     with tempfile.TemporaryDirectory(prefix="holdfast-pg-") as name:
         folder, binaries, account = Path(name), SERVERS[-1].parent, pwd.getpwnam("nobody")
-        user = {}
+        account_of: list[str] = []
         if os.geteuid() == 0:
             os.chown(folder, account.pw_uid, account.pw_gid)
-            user = {"user": account.pw_uid, "group": account.pw_gid}
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder, **user}
-        subprocess.run([binaries / "initdb", "-D", "data", "-U", "holdfast", "-A", "trust"], check=True, **quiet)
+            account_of = ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
+        create = [*account_of, binaries / "initdb", "-D", "data", "-U", "holdfast", "-A", "trust"]
+        subprocess.run(create, check=True, **quiet)
         options = ["-c", "listen_addresses=", "-k", folder, "-c", "fsync=off"]
-        server = subprocess.Popen([binaries / "postgres", "-D", "data", *options], **quiet)
+        server = subprocess.Popen([*account_of, binaries / "postgres", "-D", "data", *options], **quiet)
         ready = [binaries / "pg_isready", "-q", "-h", folder, "-t", "30"]
         while subprocess.run(ready, check=False, **quiet).returncode and server.poll() is None:
             pass

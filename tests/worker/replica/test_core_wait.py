@@ -65,7 +65,8 @@ def test_a_process_that_has_ended_waits_for_nothing(tmp_path):
 @contextmanager
 def program(text: str, core: int) -> Iterator[ProcessId]:
     """On one core, which others may share."""
-    process = subprocess.Popen([sys.executable, "-c", text], preexec_fn=lambda: os.sched_setaffinity(0, {core}))
+    text = f"import os; os.sched_setaffinity(0, {{{core}}})\n{text}"
+    process = subprocess.Popen([sys.executable, "-c", text])
     try:
         yield ProcessId.of(process.pid)
     finally:
