@@ -68,12 +68,13 @@ class DeviceAdapters:
         """The slots, from 0 on, that steps of up to `max_rows` tokens use from now on."""
         self._table = self._table.new_zeros((num_slots, *self._table.shape[1:]))
         self._resident.clear()
+        self._on_growth()
         self.fit(max_rows, wait)
         self._warm_up()
 
     def fit(self, max_rows: int, wait: StepWait) -> None:
-        """Makes the arrays of steps of this many tokens, if there are slots. Those of smaller ones are not valid."""
-        if len(self._table):
+        """Makes the arrays of steps of this many tokens, if there are slots and those that there are are smaller."""
+        if len(self._table) and 2 * max_rows > len(self._on_device):
             self._staging = Staging(2 * max_rows, self._device, wait)
             self._on_device = torch.zeros(2 * max_rows, dtype=torch.int32, device=self._device)
             most = max(site.most_inner for place, site in self._sites.items() if place != EMBEDDING)  # it is looked up
