@@ -89,7 +89,7 @@ class Sequence:
         self._begin_outputs(eos_token_ids)
 
     def _begin_waits(self, arrived_s: float) -> None:
-        """It waits, and has not waited before."""
+        """No wait is over yet."""
         request = self.request
         time_left_s = math.inf if request.time_left_s is None else max(0.0, request.time_left_s)
         self.deadline_s = arrived_s + time_left_s
@@ -107,7 +107,7 @@ class Sequence:
         """`waited_s` when it first ran, until it is reported with the first tokens."""
 
     def _begin_outputs(self, eos_token_ids: frozenset[int]) -> None:
-        """Nothing is drawn, pooled or reported."""
+        """No output is drawn, pooled or reported yet."""
         request = self.request
         self.stop_token_ids = request.stop_token_ids(eos_token_ids)
         self.logits_settings = LogitsSettings.of(request, eos_token_ids)

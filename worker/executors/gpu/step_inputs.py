@@ -15,7 +15,7 @@ from holdfast.worker.executors.step_batch import StepBatch
 
 @dataclass(frozen=True, slots=True)
 class HeadShapes:
-    """What the inputs of a step depend on, of all attention layers of a rank."""
+    """Shapes of heads that the inputs of a step depend on, of all attention layers of a rank."""
 
     query_group: int
     """Query heads of a KV head, in the layer that has the most."""
@@ -40,7 +40,7 @@ class BegunStep:
     wanted: Tensor
     """[rows wanted], int32: the rows whose logits are wanted; padding says row 0."""
     key: tuple[int, int] | None
-    """What a graph of the step depends on: its rows, and the splits of keys that it launches. None: it has no graph."""
+    """Key of its graph: its rows, and the splits of keys that it launches. None: it has no graph."""
 
 
 class StepInputs:

@@ -16,7 +16,7 @@ L = TypeVar("L")
 
 
 class Launching(Protocol[L]):
-    """What runs steps on a device."""
+    """Executor that runs steps on a device."""
 
     def launch(self, batch: StepBatch, *, with_logits: bool) -> L: ...
 
