@@ -10,7 +10,8 @@ steps: decodes of all rows, in turn, by the least clock and CPU time, as a share
 load: adapters that are new, one at a time, in an engine that does nothing else.
 replace: adapters in place of each other, while streams run: from the call to the first token of the new content, beside
 the same request for an adapter that is resident; and the longest pause of a stream.
-Times are medians by the clock, with the least and the largest.
+Times are medians by the clock, with the least and the largest. How long a word takes between two cores, before all that
+and after it, tells whether they share a cache, which shares of steps depend on.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
+from benchmarks.core_ping import ping_ns
 from benchmarks.decoder_steps import Kind, make_batch
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.lora import LoRARequest
@@ -270,6 +272,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     console = Console()
     found: dict[str, Sequence[object]] = {}
+    pings_ns = [ping_ns()]
     with tempfile.TemporaryDirectory() as folder:
         folders = Folders(given.model, Path(folder), given.rank, getattr(torch, given.dtype))
         if "steps" in given.parts:
@@ -287,6 +290,9 @@ def main() -> None:
                 found |= times.found
             for name, some in times.found.items():
                 console.print(f"{name}: {statistics.median(some):.1f} ms [{min(some):.1f}..{max(some):.1f}]")
+    found["ping, ns"] = [*pings_ns, ping_ns()]
+    before, after = ("-" if ns is None else f"{ns:.0f} ns" for ns in found["ping, ns"])
+    console.print(f"from one core to another: {before} before, {after} after")
     console.print(f"an adapter of {folders.num_bytes / 1e6:.1f} MB; load {os.getloadavg()[0]:.1f}")
     if given.json:
         given.json.write_text(json.dumps(found, indent=1))
