@@ -63,7 +63,7 @@ class AdapterContent:
         self._is_refused = True
 
     def let_go(self) -> None:
-        """It is read no more: its memory may be used again. Waits for the digest."""
+        """Nobody reads it any more: its memory may be used again. Waits for the digest."""
         self._digest.result()
         self._spare.give(self._memory)
 

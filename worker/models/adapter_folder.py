@@ -20,7 +20,7 @@ from holdfast.worker.models.adapter_content import AdapterContent
 from holdfast.worker.models.adapter_form import AdapterForm, form_of, refused
 from holdfast.worker.models.safetensors_header import header_bytes, header_end
 
-_MOST_FORMS: Final = 8
+_MOST_FORMS: Final = 8  # that are kept
 
 FormKey = tuple[bytes, bytes, int]
 
@@ -35,7 +35,7 @@ class AdapterFolder:
     key: FormKey
     """Equal keys: equal forms."""
     content: AdapterContent
-    """Of the file with the matrices."""
+    """Content of the file with the matrices."""
 
     @property
     def modules(self) -> Mapping[str, LowRank]:
