@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.adapters import AdaptedLinear
+from holdfast.worker.executors.adapters import AdaptedLinear, FileContent
 from holdfast.worker.executors.cpu.adapters import AdapterPlan, PackedAdapter
 from holdfast.worker.executors.cpu.cache import KEPT_AS_INT8, BlockForm, TiledCache, last_block
 from holdfast.worker.executors.cpu.decoder import Decoder
@@ -338,7 +338,7 @@ class CpuExecutor:
         """Plan of packing adapters of one form, by the places of their linears. Safe to call from any thread."""
         return AdapterPlan(self.packed.sites, adapted, self._dtype)
 
-    def pack_adapter(self, plan: AdapterPlan, content: memoryview) -> PackedAdapter:
+    def pack_adapter(self, plan: AdapterPlan, content: FileContent) -> PackedAdapter:
         """This rank's share of an adapter, from the content of its file. Safe to call from any thread, at any time."""
         return PackedAdapter(self._library, plan, content, self._spare.take(plan.num_bytes))
 

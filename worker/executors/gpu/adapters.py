@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.adapters import EMBEDDING, AdaptedLinear
+from holdfast.worker.executors.adapters import EMBEDDING, AdaptedLinear, FileContent
 from holdfast.worker.executors.gpu.adapter_launches import (
     RANKS,
     WORDS,
@@ -94,7 +94,7 @@ class DeviceAdapters:
         """Plan of packing adapters of one form. Raises `ConfigurationError` for a linear that takes none here."""
         return DevicePlan(self._sites, adapted)
 
-    def pack(self, plan: DevicePlan, content: memoryview) -> DeviceAdapter:
+    def pack(self, plan: DevicePlan, content: FileContent) -> DeviceAdapter:
         """Copies an adapter to the device and compares it. Raises `ConfigurationError` where there is no memory."""
         with self._entered():
             try:

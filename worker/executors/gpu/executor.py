@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.draws import DrawParams
-from holdfast.worker.executors.adapters import AdaptedLinear
+from holdfast.worker.executors.adapters import AdaptedLinear, FileContent
 from holdfast.worker.executors.gpu.adapter_packing import DeviceAdapter, DevicePlan
 from holdfast.worker.executors.gpu.adapters import DeviceAdapters
 from holdfast.worker.executors.gpu.draw_launches import DrawnTokens
@@ -335,7 +335,7 @@ class GpuExecutor:
         """
         return self._adapters.plan(adapted)
 
-    def pack_adapter(self, plan: DevicePlan, content: memoryview) -> DeviceAdapter:
+    def pack_adapter(self, plan: DevicePlan, content: FileContent) -> DeviceAdapter:
         """This rank's share of an adapter, from the content of its file. Safe to call from any thread, at any time."""
         return self._adapters.pack(plan, content)
 
