@@ -252,10 +252,14 @@ class LeaderRunner:
             self._runner.draft.take(plan)
         self._runner.progress.tick()
         masks = None if waiting is None else self._masks(waiting)
-        result = step_result(plan, output, self._runner.sampler, masks)
-        if plan.pools and self._runner.pooler is not None:
-            result = replace(result, pooled=self._runner.pooler.pooled(plan, output.pooled))
+        result = self._pooled(step_result(plan, output, self._runner.sampler, masks), plan, output)
         return replace(result, drafts=drafts) if drafts else result
+
+    def _pooled(self, result: StepResult, plan: StepPlan, output: HeadOutput) -> StepResult:
+        """The result with the sums and vectors of a step that pools."""
+        if not plan.pools or self._runner.pooler is None:
+            return result
+        return replace(result, pooled=self._runner.pooler.pooled(plan, output.pooled))
 
     @property
     def runs_several_steps(self) -> bool:
@@ -293,7 +297,8 @@ class LeaderRunner:
             sampler = cast(OverlappingSampler, self._runner.sampler)
             result = sampled_result(step.plan, sampler.collect(step.drawing), step.dead_ends, step.chosen)
         else:
-            result = step_result(step.plan, self._overlapping().collect(step.launched), self._runner.sampler)
+            output = self._overlapping().collect(step.launched)
+            result = self._pooled(step_result(step.plan, output, self._runner.sampler), step.plan, output)
         self._runner.progress.tick()
         return result
 

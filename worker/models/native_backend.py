@@ -50,8 +50,9 @@ class NativeBackend:
         self.sampler = executor.make_sampler()
         self.overlapping: OverlappingExecutor | None = None
         """Executor that runs two steps at a time, if the device runs them and draws their tokens (an
-        `OverlappingSampler`)."""
-        if isinstance(executor, OverlappingExecutor) and isinstance(self.sampler, OverlappingSampler):
+        `OverlappingSampler`), or they draw none."""
+        draws = isinstance(self.sampler, OverlappingSampler) or isinstance(executor, CpuExecutor)
+        if isinstance(executor, OverlappingExecutor) and draws:
             self.overlapping = executor if executor.overlaps else None
         self.multi_step = executor if isinstance(executor, MultiStepExecutor) else None
         """Executor that runs several steps on one batch, if this one can."""

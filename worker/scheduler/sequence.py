@@ -245,7 +245,7 @@ class Sequence:
         """
         assert num_draws <= 1, "with drafts, how far a step goes is not known before its result"
         draws = num_draws > 0
-        looks_back = self.prompt_logprobs is not None or (draws and self._looks_back)
+        looks_back = self.prompt_logprobs is not None or self.pool_rows is not None or (draws and self._looks_back)
         self.awaits_result = looks_back or (draws and self.is_about_to_end)
         if self.awaits_result:
             return False

@@ -73,6 +73,16 @@ class Decoder:
         if outcome:
             check_step(outcome)
 
+    def launch(self, step: RunningStep) -> None:
+        """Starts a whole step, on one rank, after those launched before it. Nothing else is run meanwhile. Raises
+        `ReplicaError` where it cannot be run.
+        """
+        check_step(self._library.native_decoder_launch(self._handle, byref(step.native)))
+
+    def outcome_of_launched(self) -> int:
+        """The library's outcome of the oldest step that was launched and not asked for. Waits for it."""
+        return int(self._library.native_decoder_await(self._handle))
+
     def partial(self, num_rows: int) -> Tensor:
         """[num_rows, columns], float32: what this rank adds to a sum over ranks, in the decoder's own memory."""
         return self._view(self._library.native_decoder_partial(self._handle), num_rows, self._sum_columns)

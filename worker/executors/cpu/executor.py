@@ -17,6 +17,7 @@ from holdfast.worker.executors.cpu.cache import KEPT_AS_INT8, BlockForm, TiledCa
 from holdfast.worker.executors.cpu.decoder import Decoder
 from holdfast.worker.executors.cpu.exchange import segments_with_sums, tree_sum
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
+from holdfast.worker.executors.cpu.launched_runs import LaunchedRun, LaunchedRuns
 from holdfast.worker.executors.cpu.library import class_of, kept_forms, load_library
 from holdfast.worker.executors.cpu.linear_structures import NativeLinear
 from holdfast.worker.executors.cpu.packing import PackedModel
@@ -29,7 +30,7 @@ from holdfast.worker.executors.cpu.states import VALUE_BYTES, StateCache
 from holdfast.worker.executors.cpu.tile_memory import Arena
 from holdfast.worker.executors.finite import NotFiniteError
 from holdfast.worker.executors.kv_cache import BlockMemory
-from holdfast.worker.executors.layout import DecoderLayout, kv_source
+from holdfast.worker.executors.layout import Attention, DecoderLayout, Layer, kv_source
 from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
@@ -75,6 +76,8 @@ class CpuExecutor:
         self._states: StateCache | None = None
         self._state_layers = [index for index, layer in enumerate(layout.layers) if layer.state is not None]
         self._kv_sources = [kv_source(layer) for layer in layout.layers]
+        self._is_encoder = all(_sees_behind(layer) for layer in layout.layers)
+        self._launched = LaunchedRuns()
         self._kept_states = [layer.state for layer in layout.layers if layer.state is not None]
         self._in_int8 = False
         kept = kept_forms(self.instruction_class, compacts)
@@ -124,6 +127,7 @@ class CpuExecutor:
 
     def _drop_decoder(self) -> None:
         if self._decoder is not None:
+            self._launched.land()
             self._decoder.close()
             self._decoder = None
 
@@ -232,6 +236,7 @@ class CpuExecutor:
         """
         cache, states = self._cache, self._states
         assert cache is not None, "a cache is allocated before steps run"
+        assert not self._launched, "launched steps are collected before another one runs"
         assert (batch.num_window_blocks.size > 0) == (cache.window is not None), "tables are those of the cache"
         if batch.block_copies.size or batch.window_copies.size:
             cache.copy_for(batch)
@@ -250,6 +255,36 @@ class CpuExecutor:
         finally:
             if ahead.is_on:
                 ahead.end_step(last_block(batch))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step can be launched before the one before it is collected: of an encoder on one rank, where steps
+        share nothing.
+        """
+        return self._is_encoder and self._group.size == 1
+
+    def launch(self, batch: StepBatch, *, with_logits: bool) -> LaunchedRun:
+        """Starts one step on a thread of the library. It runs after those launched before it."""
+        assert self._cache is not None, "a cache is allocated before steps run"
+        assert not batch.block_copies.size, "an encoder has no cached prefixes"
+        step, decoder = self._step_of(batch, with_logits)
+        launched = self._launched.launch(decoder, step, last_block(batch))
+        if self._cache.ahead.is_on:
+            self._cache.ahead.begin_step()
+        return launched
+
+    def collect(self, launched: LaunchedRun) -> HeadOutput:
+        """Output of the oldest step that was launched and not collected. Raises `ReplicaError` if it has failed."""
+        assert self._cache is not None, "the step has run"
+        try:
+            self._launched.collect(launched)
+        finally:
+            if self._cache.ahead.is_on:
+                self._cache.ahead.end_step(launched.last_block)
+        return self._output(launched.step)
+
+    def logits_to_draw_from(self, launched: LaunchedRun) -> None:
+        """There are none: an encoder draws nothing."""
 
     @property
     def runs_several_steps(self) -> bool:
@@ -283,6 +318,13 @@ class CpuExecutor:
         return HeadOutput(None, None, steps=drawn)
 
     def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> tuple[RunningStep, Decoder]:
+        step, decoder = self._step_of(batch, with_logits)
+        step.native.first_layer = first_layer
+        decoder.begin(step)
+        return step, decoder
+
+    def _step_of(self, batch: StepBatch, with_logits: bool) -> tuple[RunningStep, Decoder]:
+        """The arrays of a step, and a decoder with room for it."""
         if batch.token_ids.view(np.uint64).max(initial=0) >= self._vocab_size:  # negative ones are large numbers so
             raise ReplicaError(f"a step has a token beyond the vocabulary of {self._vocab_size}")
         if self._state_layers:
@@ -307,8 +349,6 @@ class CpuExecutor:
         if self.keeps_hidden:
             self.hidden = self._hidden_rows.of(len(batch.token_ids), self._hidden)
             step.ask_for_hidden(self.hidden)
-        step.native.first_layer = first_layer
-        decoder.begin(step)
         return step, decoder
 
     def _output(self, step: RunningStep) -> HeadOutput:
@@ -365,3 +405,7 @@ class CpuExecutor:
             decoder.run(0, 0, index)
         del step  # its arrays are read until here
         return residual.clone()
+
+
+def _sees_behind(layer: Layer) -> bool:
+    return isinstance(layer.attention, Attention) and layer.attention.sees_behind

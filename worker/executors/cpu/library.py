@@ -188,6 +188,8 @@ def _declared(library: CDLL) -> CDLL:
     _declare(library, "native_decoder_destroy", c_int, c_void_p)
     _declare(library, "native_decoder_begin", c_int, c_void_p, POINTER(NativeStep))
     _declare(library, "native_decoder_run", c_int, c_void_p, c_int, c_int, c_int)
+    _declare(library, "native_decoder_launch", c_int, c_void_p, POINTER(NativeStep))
+    _declare(library, "native_decoder_await", c_int, c_void_p)
     _declare(library, "native_decoder_partial", c_void_p, c_void_p)
     _declare(library, "native_decoder_residual", c_void_p, c_void_p)
     _declare(library, "native_decoder_stride", c_long, c_void_p)

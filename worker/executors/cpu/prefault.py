@@ -77,7 +77,8 @@ class KvPrefault:
         self._layers = [layer for layer in layers if layer.num_blocks * layer.block_bytes > LARGE_PAGE]
         self._populate = populate
         self._clock = clock
-        self._in_step = False
+        self._num_running = 0
+        """Steps that have begun and not ended."""
         self._last_step_s = clock()
         self._used = 0
         """Blocks up to the last one that was used."""
@@ -97,11 +98,11 @@ class KvPrefault:
 
     def begin_step(self) -> None:
         """Makes the thread wait from now on, but for a page that it has begun, and for pages that come soon."""
-        self._in_step = True
+        self._num_running += 1
 
     def end_step(self, last_block: int) -> None:
         """The step used blocks up to this one."""
-        self._in_step = False
+        self._num_running -= 1
         self._last_step_s = self._clock()
         self.note_use(last_block)
 
@@ -151,4 +152,4 @@ class KvPrefault:
         return not self._closed.is_set()
 
     def _is_busy(self) -> bool:
-        return self._in_step or self._clock() - self._last_step_s < QUIET_S
+        return self._num_running > 0 or self._clock() - self._last_step_s < QUIET_S

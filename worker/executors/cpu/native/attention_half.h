@@ -95,11 +95,10 @@ void Decoder<W>::prepare_queries(const HeadShape& s, const NativeLayer& l, Local
     const float* from = projected.row(row);
     for (int i = 0; i < s.group(); i++) {
       int head = kv_head * s.group() + i;
-      float* q = rotated(l, own, from, head, l.query_norm, head, position, s.num_heads);
-      if (l.query_scales)
-        for (int j = 0; j < s.padded(); j += 16) store(q + j, load(q + j) * all(l.query_scales[position]));
+      const float* q = rotated(l, own, from, head, l.query_norm, head, position, s.num_heads);
       Input* out = queries.row(row) + head * s.padded();
-      for (int j = 0; j < s.padded(); j += 16) store(out + j, load(q + j));
+      for (int j = 0; j < s.padded(); j += 16)
+        store(out + j, l.query_scales ? load(q + j) * all(l.query_scales[position]) : load(q + j));
     }
   }
 }
@@ -124,13 +123,14 @@ void Decoder<W>::prepare_keys(const Pages<K>& pages, const NativeLayer& l, Local
   }
 }
 
-// One head [padded] after norm and rotation, zeros behind its dimensions.
+// One head [padded] after norm and rotation, zeros behind its dimensions. Without either it is where it lies.
 template <class W>
-float* Decoder<W>::rotated(const NativeLayer& l, Local& own, const float* from, int head, const NativeNorm& norm,
-                           int norm_head, int position, int num_heads) {
+const float* Decoder<W>::rotated(const NativeLayer& l, Local& own, const float* from, int head, const NativeNorm& norm,
+                                 int norm_head, int position, int num_heads) {
   const int dim = l.head_dim;
   float* v = own.head.row(0);
   const float* raw = from + (long)head * dim;
+  if (!norm.weight && l.rotary < 0 && dim % K_TILE == 0) return raw;
   memset(v, 0, ((dim + 31) / 32 * 32 + 16) * 4);
   if (norm.weight && l.norms_after_rotation) memcpy(v, raw, dim * 4);
   else if (norm.weight && l.head_norms == NATIVE_NORM_ALL_HEADS)

@@ -46,6 +46,10 @@ int native_decoder_begin(void* decoder, const NativeStep* step) { return ((AnyDe
 int native_decoder_run(void* decoder, int first, int end, int finished_layer) {
   return ((AnyDecoder*)decoder)->run(first, end, finished_layer);
 }
+// A whole step on one rank, which a thread of the decoder runs. Meanwhile nothing else is done with it than this.
+int native_decoder_launch(void* decoder, const NativeStep* step) { return ((AnyDecoder*)decoder)->launch(*step); }
+// The outcome of the oldest step that was launched and not awaited.
+int native_decoder_await(void* decoder) { return ((AnyDecoder*)decoder)->await(); }
 // Bytes of the memory that ranks share for an exchange (`NativeExchange`); -1: there are more ranks than it can have.
 long native_exchange_bytes(int ranks, long rows, int hidden, int parts) {
   if (ranks > holdfast::Exchange::kMostRanks) return -1;

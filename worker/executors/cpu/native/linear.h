@@ -135,7 +135,8 @@ template <class F, class W>
 void fma_many(const F* rows, long stride, int count, const W* w, int k_tiles, int first, int end, float* sums,
               float* widened, const W* after) {
   const int all = end - first, fitting = FactorOf<W>::AS_THEY_LIE ? WHOLE_PIECE_TILES : PIECE_TILES;
-  const int piece = FactorOf<W>::AS_THEY_LIE && count <= FMA_ROWS ? all : std::min(all, fitting);
+  const int pieces = (all + fitting - 1) / fitting;
+  const int piece = FactorOf<W>::AS_THEY_LIE && count <= FMA_ROWS ? all : (all + pieces - 1) / pieces;
   for (int from = first; from < end; from += piece)
     for (int half = 0; half < 2; half++) {
       const int tiles = std::min(end - from, piece);

@@ -7,6 +7,8 @@
 #pragma once
 #include <math.h>
 
+#include <mutex>
+
 #include "attention_tasks.h"
 #include "exchange.h"
 #include "product_tasks.h"
@@ -74,9 +76,22 @@ template <class W> class Decoder {
 
   // Takes the step; the arrays behind it stay valid until its last segment has run.
   void begin(const NativeStep& next) {
-    step = next;
-    const int end = attention.begin(step);
+    fill_rotaries(next);
+    take(next);
+  }
+
+  // What all sequences of a step need of the tables of rotations. A step that is launched needs it while another begins.
+  void fill_rotaries(const NativeStep& next) {
+    int end = 0;
+    for (int i = 0; i < next.num_sequences; i++)
+      end = std::max(end, (int)(next.first_positions[i] + next.num_tokens[i]));
+    std::lock_guard<std::mutex> guard(rotary_lock);
     for (int i = 0; i < m.num_rotaries; i++) fill_rotary(m.rotaries[i], end);
+  }
+
+  void take(const NativeStep& next) {
+    step = next;
+    attention.begin(step);
     narrows = can_narrow() && step.num_wanted < step.num_rows && !step.hidden;
     if (narrows && ends_with_attention()) list_wanted();
     if (weighed.data) list_positions(step.num_sequences);
@@ -95,22 +110,18 @@ template <class W> class Decoder {
   // `finished_layer`: also adds what this layer's MLP left to the residual; -1: the segment after it does so.
   int run(holdfast::Pool* pool, int first, int end, int finished_layer) {
     next_segment = end;
-    Part part = {this,
-                 first,
-                 end,
-                 finished_layer,
-                 step.first_layer,
-                 step.num_rows,
-                 step.num_wanted,
-                 step.num_pooled,
-                 last_sum,
-                 step.all_logits != nullptr,
-                 step.hidden != nullptr,
-                 narrows && first == 0 && end == 3 * m.num_layers + 2};
+    const Part part = part_of(first, end, finished_layer);
     int outcome = holdfast::run(
         pool, [](const void* argument, Run& run) { ((const Part*)argument)->decoder->go(*(const Part*)argument, run); },
         &part);
     return outcome == holdfast::kDone && exchange ? exchange->outcome() : outcome;
+  }
+
+  // Runs a whole step in a task of `outer`, on its thread alone. Its rotations are there.
+  void run_alone(const NativeStep& next, Run& outer) {
+    take(next);
+    Run run = {0, 1, nullptr, outer.slot, nullptr, 0};
+    go(part_of(0, 3 * m.num_layers + 2, -1), run);
   }
 
  private:
@@ -131,6 +142,20 @@ template <class W> class Decoder {
     float* residual;
   };  // sum: the latest, counted by each thread; num_rows: of the residual stream, fewer once it is narrowed
 
+  Part part_of(int first, int end, int finished_layer) {
+    return {this,
+            first,
+            end,
+            finished_layer,
+            step.first_layer,
+            step.num_rows,
+            step.num_wanted,
+            step.num_pooled,
+            last_sum,
+            step.all_logits != nullptr,
+            step.hidden != nullptr,
+            narrows && first == 0 && end == 3 * m.num_layers + 2};
+  }
   void go(const Part& part, Run& run) {
     unsigned control = _mm_getcsr();
     _mm_setcsr(control | 0x8040);  // flush denormals, as the tile unit does
@@ -313,8 +338,8 @@ template <class W> class Decoder {
   template <class K> void prepare(const Pages<K>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head);
   void prepare_queries(const HeadShape& s, const NativeLayer& l, Local& own, Unit unit, int kv_head);
   template <class K> void prepare_keys(const Pages<K>& pages, const NativeLayer& l, Local& own, Unit unit, int kv_head);
-  float* rotated(const NativeLayer& l, Local& own, const float* from, int head, const NativeNorm& norm, int norm_head,
-                 int position, int num_heads);
+  const float* rotated(const NativeLayer& l, Local& own, const float* from, int head, const NativeNorm& norm,
+                       int norm_head, int position, int num_heads);
 
   // --- latent_attention.h ---
 
@@ -417,6 +442,7 @@ template <class W> class Decoder {
 
   NativeModel m;
   int threads;
+  std::mutex rotary_lock;
   NativeStep step = {};
   long part_stride = 0;                  // of a sum that a half of a layer leaves
   int next_segment = 0, num_tokens = 0;  // tokens of the vocabulary whose logits are this rank's

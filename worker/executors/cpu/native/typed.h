@@ -4,9 +4,11 @@
 #include "adapted_experts.h"
 #include "adapted_heads.h"
 #include "adapted_rows.h"
+#include "apart.h"
 #include "attention_half.h"
 #include "head.h"
 #include "latent_attention.h"
+#include "launched.h"
 #include "layer_inputs.h"
 #include "mlp_half.h"
 #include "paged_attention.h"
@@ -24,6 +26,8 @@ struct AnyDecoder {
   virtual int drain() = 0;
   virtual int begin(const NativeStep& step) = 0;
   virtual int run(int first, int end, int finished_layer) = 0;
+  virtual int launch(const NativeStep& step) = 0;  // a whole step, which another thread begins and runs
+  virtual int await() = 0;                         // outcome of the oldest one that was launched and not awaited
   virtual float* partial() = 0;
   virtual float* residual() = 0;
   virtual long stride() = 0;
@@ -44,13 +48,51 @@ namespace {
 template <class W> struct TypedDecoder : holdfast::AnyDecoder {
   holdfast::Pool* pool;
   Decoder<W> decoder;
+  Apart<W> apart;
+  CutStep now;  // the step that has begun, if it is in pieces
+  const int num_segments;
+  LaunchedSteps<TypedDecoder> launched;  // ends before what it uses
   TypedDecoder(const NativeModel& model, holdfast::Pool* pool)
-      : pool(pool), decoder(model, native_pool_threads(pool)) {}
-  int drain() override { return native_pool_drain(pool); }
+      : pool(pool),
+        decoder(model, native_pool_threads(pool)),
+        apart(model, native_pool_threads(pool)),
+        num_segments(3 * model.num_layers + 2),
+        launched(*this, pool) {}
+  int drain() override { return launched.is_idle() ? native_pool_drain(pool) : (int)holdfast::kBusy; }
   int begin(const NativeStep& step) override {
-    return holdfast::prepared([&] { return decoder.begin(step), holdfast::kDone; });
+    return holdfast::prepared([&] {
+      if (!cut(step, now)) decoder.begin(step);
+      return holdfast::kDone;
+    });
   }
-  int run(int first, int end, int finished_layer) override { return decoder.run(pool, first, end, finished_layer); }
+  int run(int first, int end, int finished_layer) override {
+    return now.pieces.empty() ? decoder.run(pool, first, end, finished_layer)
+                              : run_pieces();  // pieces: of a whole step
+  }
+  int launch(const NativeStep& step) override { return launched.launch(step); }
+  int await() override { return launched.await(); }
+  bool cut(const NativeStep& step, CutStep& out) {
+    if (!apart.cut(step, out)) return false;
+    decoder.fill_rotaries(step);  // which threads only read then
+    return true;
+  }
+  int run_whole(const NativeStep& step) {
+    const int outcome = holdfast::prepared([&] { return decoder.begin(step), holdfast::kDone; });
+    return outcome == holdfast::kDone ? decoder.run(pool, 0, num_segments, -1) : outcome;
+  }
+  void run_piece(const NativeStep& piece, holdfast::Run& run) { apart.run(piece, run); }
+  struct PiecesJob {
+    TypedDecoder* own;
+    int count;
+    void go(holdfast::Run& run) const {
+      holdfast::tasks(run, count, [&](int i) { own->run_piece(own->now.pieces[i], run); });
+    }
+  };
+  int run_pieces() {
+    const PiecesJob job = {this, (int)now.pieces.size()};
+    return holdfast::run(
+        pool, [](const void* argument, holdfast::Run& run) { ((const PiecesJob*)argument)->go(run); }, &job);
+  }
   float* partial() override { return decoder.partial(); }
   float* residual() override { return decoder.residual(); }
   long stride() override { return decoder.partial_stride(); }
