@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from operator import attrgetter
 from typing import Final, TypeAlias
 
 from holdfast.router.chat import Chat
@@ -170,6 +171,15 @@ class GenerationRequest(Service):
         """Part `number` of several prompts under one id: parts without a seed must differ."""
         return replace(self, part=number, seed_key=seed_key)
 
+    def with_prompt(self, prompt: str | tuple[int, ...], part: int) -> "GenerationRequest":
+        """The same request for another prompt, as part `part`. Its other values were checked, and are shared."""
+        twin = object.__new__(GenerationRequest)
+        for name, value in zip(_FIELDS, _values(self), strict=True):
+            object.__setattr__(twin, name, value)
+        object.__setattr__(twin, "prompt", checked_prompt(prompt))
+        object.__setattr__(twin, "part", part)
+        return twin
+
     def check(self, limits: LimitsConfig) -> None:
         """Raises `InvalidRequestError`, naming field and limit."""
         self._check_prompt(limits)
@@ -246,6 +256,10 @@ class GenerationRequest(Service):
         if params.num_sequences > params.n:
             limit = f"more than n, {params.n}, cannot be streamed: which are chosen is known at the end; call Generate"
             raise InvalidRequestError("sampling_params.best_of", params.best_of, limit)
+
+
+_FIELDS: Final = tuple(GenerationRequest.__dataclass_fields__)
+_values: Final = attrgetter(*_FIELDS)
 
 
 def check_text(text: str, limits: LimitsConfig, field: str = "text") -> None:

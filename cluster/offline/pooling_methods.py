@@ -1,12 +1,13 @@
 """Vectors, scores and classes of `LLM`, with the call shape of vLLM's methods of the same names."""
 
+import uuid
 from array import array
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
 from holdfast.cluster.call_options import ServiceOfAll
-from holdfast.cluster.offline.calls import PromptInput, prompt_list, requests_of
+from holdfast.cluster.offline.calls import Enqueued, PromptInput, prompt_list, requests_of
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.lora import LoRARequests
 from holdfast.cluster.offline.outputs import (
@@ -17,6 +18,7 @@ from holdfast.cluster.offline.outputs import (
     ScoringOutput,
 )
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.pooling import PooledPrompt, PoolingDesk
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import InvalidRequestError
@@ -51,8 +53,7 @@ class PoolingMethods:
         model that gives no vectors.
         """
         options = (pooling_params, truncate_prompt_tokens, lora_request, priority, service)
-        found = self._pooled(PoolingTask.EMBED, prompts, *options)
-        return [_output(number, one, EmbeddingOutput(embedding=_numbers(one))) for number, one in enumerate(found)]
+        return self._pooled(PoolingTask.EMBED, prompts, lambda one: EmbeddingOutput(embedding=_numbers(one)), *options)
 
     def classify(
         self,
@@ -67,8 +68,9 @@ class PoolingMethods:
     ) -> list[PooledRequestOutput[ClassificationOutput]]:
         """Scores of all prompts by label, in their order, of a model for classification. Otherwise as `embed`."""
         options = (pooling_params, truncate_prompt_tokens, lora_request, priority, service)
-        found = self._pooled(PoolingTask.CLASSIFY, prompts, *options)
-        return [_output(number, one, ClassificationOutput(probs=_numbers(one))) for number, one in enumerate(found)]
+        return self._pooled(
+            PoolingTask.CLASSIFY, prompts, lambda one: ClassificationOutput(probs=_numbers(one)), *options
+        )
 
     def score(
         self,
@@ -105,33 +107,36 @@ class PoolingMethods:
         self,
         task: PoolingTask,
         prompts: Prompts,
+        outputs: Callable[[PooledPrompt], Pooled],
         params: PoolingParams | None,
         truncate_prompt_tokens: int | None,
         lora_request: LoRARequests,
         priority: Priority | int | Sequence[Priority | int] | None,
         service: ServiceOfAll,
-    ) -> list[PooledPrompt]:
+    ) -> list[PooledRequestOutput[Pooled]]:
         given = prompt_list(prompts)
         sampling = [SamplingParams(max_tokens=1, truncate_prompt_tokens=truncate_prompt_tokens)] * len(given)
-        bare = self._engine.bare_request(pooling=_checked(params))
-        requests = [
-            replace(
-                bare,
-                prompt=checked_prompt(one.given.prompt),
-                sampling_params=one.params,
-                model=self._engine.model_with(one.lora),
-                part=number,
-                **one.options,
-            )
-            for number, one in enumerate(requests_of(given, sampling, priority, service, lora_request))
-        ]
+        bare = self._engine.bare_request(pooling=_checked(params), request_id=uuid.uuid4().hex)
+        asked = requests_of(given, sampling, priority, service, lora_request)
+        models = [self._engine.model_with(one.lora) for one in asked]
 
-        def work(processor: RequestProcessor, _: DispatchHost) -> Coroutine[Any, Any, list[PooledPrompt]]:
+        def work(
+            processor: RequestProcessor, _: DispatchHost
+        ) -> Coroutine[Any, Any, list[PooledRequestOutput[Pooled]]]:
             desk = PoolingDesk(processor)
             desk.facts("", task)
-            return desk.pooled(requests)
+            return desk.pooled(_parts(bare, asked, models), lambda number, one: _output(number, one, outputs(one)))
 
         return self._engine.on_router(work)
+
+
+def _parts(bare: GenerationRequest, asked: Iterable[Enqueued], models: Iterable[str]) -> Iterator[GenerationRequest]:
+    """A request for each prompt of a call, made when it is asked for. Most are as the one before but for the prompt."""
+    part, before = bare, None
+    for number, (one, model) in enumerate(zip(asked, models, strict=True)):
+        if before != (one.options, model):
+            part, before = replace(bare, sampling_params=one.params, model=model, **one.options), (one.options, model)
+        yield part.with_prompt(checked_prompt(one.given.prompt), number)
 
 
 def _checked(params: PoolingParams | None) -> PoolingParams:

@@ -161,6 +161,9 @@ class RequestState:
         block_source: BlockSource | None = None,
     ) -> EngineRequest:
         """The request to a replica that continues after the output so far, within `time_left_s`."""
+        is_new = self.output_token_ids == [*self.request.output_token_ids] and block_source is None
+        if is_new and poison_risk is PoisonRisk.NONE and time_left_s in (None, math.inf):
+            return self.request
         return replace(
             self.request,
             output_token_ids=tuple(self.output_token_ids),

@@ -1,14 +1,17 @@
 """Pooling requests of one call: many prompts side by side, and scores of pairs of texts."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from itertools import chain, islice
+from typing import Final, NamedTuple, TypeVar
 
 from holdfast.router.request import GenerationRequest, naming
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.pooling import PoolingFacts, PoolingParams, PoolingTask, cosine
+
+ResultT = TypeVar("ResultT")
 
 AT_ONCE: Final = 256
 """Prompts of one call that are open at a time."""
@@ -52,36 +55,42 @@ class PoolingDesk:
         return facts
 
     async def pooled(
-        self, requests: Sequence[GenerationRequest], time_left_s: float | None = None
-    ) -> list[PooledPrompt]:
-        """Results of all requests, in their order. The first that fails ends the others. `time_left_s`: seconds until
-        the call's own deadline.
+        self,
+        requests: Iterable[GenerationRequest],
+        read: Callable[[int, PooledPrompt], ResultT],
+        time_left_s: float | None = None,
+    ) -> list[ResultT]:
+        """Results of all requests, in their order, as `read` makes them of a request's number and result. While some
+        are computed, the next are made and the last are read. The first request that fails ends the others.
+        `time_left_s`: seconds until the call's own deadline.
         """
-        found: dict[int, PooledPrompt] = {}
+        found: dict[int, ResultT] = {}
         numbered = iter(enumerate(requests))
 
-        async def work() -> None:
-            for number, request in numbered:
+        async def work(first: tuple[int, GenerationRequest]) -> None:
+            for number, request in chain((first,), numbered):
                 async with self._processor.open(request, time_left_s) as answer:
                     (output,) = await answer.outputs()
                     tokens = answer.request.prompt_token_ids
-                    found[number] = PooledPrompt(output.pooled, tokens, output.num_cached_tokens, answer.model)
+                    result = PooledPrompt(output.pooled, tokens, output.num_cached_tokens, answer.model)
+                found[number] = read(number, result)
 
-        tasks = [asyncio.create_task(work()) for _ in range(min(AT_ONCE, len(requests)))]
+        tasks = [asyncio.create_task(work(first)) for first in islice(numbered, AT_ONCE)]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)
-        return [found[number] for number in range(len(requests))]
+            if tasks:
+                await asyncio.wait(tasks)
+        return [found[number] for number in range(len(found))]
 
     async def each(
         self, bare: GenerationRequest, prompts: Sequence[str | tuple[int, ...]], time_left_s: float | None = None
     ) -> list[PooledPrompt]:
         """Results of prompts, as parts of one request, which `bare` is without them."""
-        parts = [replace(bare, prompt=prompt, part=at) for at, prompt in enumerate(prompts)]
-        return await self.pooled(parts, time_left_s)
+        parts = (bare.with_prompt(prompt, at) for at, prompt in enumerate(prompts))
+        return await self.pooled(parts, lambda _, one: one, time_left_s)
 
     async def scores(
         self,

@@ -227,8 +227,9 @@ class RequestAdmission:
         echo = await self._tokenizers.echo(model.name, request, engine_request) if has_echo else ""
         params, tokenizer = engine_request.sampling_params, self._tokenizers[model.name]
         texts: list[TextStream] = []
+        continued = () if engine_request.pooling is not None else engine_request.prompt_token_ids  # no text follows
         for _ in range(params.num_sequences):
-            texts.append(TextStream(tokenizer, params, engine_request.prompt_token_ids))
+            texts.append(TextStream(tokenizer, params, continued))
         if (lease := CURRENT_LEASE.get()) is not None:
             lease.give_back()  # the request's input is decoded
         self.check_open()

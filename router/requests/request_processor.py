@@ -3,6 +3,7 @@ which a served router, offline inference and a replica with vLLM's protocol shar
 """
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -171,7 +172,7 @@ class RequestProcessor:
         time_left_s = admitted.deadline - self._dispatch_host.now() + self._limits.slow_reader_s
         cause: BaseException | None = None
         try:
-            async with asyncio.timeout(time_left_s) as reading:
+            async with asyncio.timeout(None if time_left_s == math.inf else time_left_s) as reading:
                 yield
         except BaseException as error:
             cause = error

@@ -92,7 +92,8 @@ class IncrementalDetokenizer:
         self._has_guessed = False
         self.guess = ""
         """The text that the last token adds to its run of byte tokens, if the run stays valid."""
-        self._start_after(context)
+        if context:
+            self._start_after(context)
 
     @property
     def is_guessing(self) -> bool:
@@ -126,6 +127,8 @@ class IncrementalDetokenizer:
 
     def finish(self) -> str:
         """The text that was held back. Bytes of an incomplete character become U+FFFD."""
+        if not self._window and not self._run.token_ids:
+            return ""
         if self._run.token_ids:
             self._end_run()
         rest = self._decode(self._window)[self._num_out :]

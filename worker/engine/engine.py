@@ -283,6 +283,8 @@ class Engine:
         while commands:
             for command in commands:
                 command()
+            if core.scheduler.has_full_step:
+                break  # a burst goes on while its first step runs
             commands = self._inbox.take()  # commands may have put others in: an adapter is here already
         tier = self._core.tier
         if tier is not None and (tier.has_store or tier.moves) and not self._core.scheduler.has_work:

@@ -270,6 +270,11 @@ class Scheduler:
         """Whether any request is open, or a plan in flight must be committed."""
         return bool(self._sequences or self._in_flight)
 
+    @property
+    def has_full_step(self) -> bool:
+        """Whether open requests have as many tokens to compute as a step may have."""
+        return self._queues.num_uncomputed_tokens >= self.policy.limits.max_num_batched_tokens
+
     def num_awaited_blocks(self, priority: Priority) -> int:
         """Most blocks that waiting requests of this class or a better one take; 0: none waits for memory or a slot."""
         num_waiting = self._queues.waiting.num_up_to(priority)
