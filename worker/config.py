@@ -245,7 +245,9 @@ class SchedulerConfig(ServiceOrderConfig):
         description="batching policy; memory_aware: admit by estimated peak memory, with hardly any preemption",
     )
     max_num_batched_tokens: int = Field(
-        512, ge=1, description="maximum tokens of one step, prefill chunks and decodes together"
+        512,
+        ge=1,
+        description="maximum tokens of one step, prefill chunks and decodes together; unset, 1024 for encoders",
     )
     max_num_seqs: int = Field(64, ge=1, description="maximum number of running sequences")
     max_num_waiting: int = Field(1024, ge=1, description="maximum number of waiting requests in one replica")
@@ -256,7 +258,9 @@ class SchedulerConfig(ServiceOrderConfig):
         description="maximum share of the KV blocks that one tenant may pin by `cache_ttl_s`; 0: none",
     )
     async_scheduling: bool | None = Field(
-        None, description="plan and launch a step while the previous one runs; unset or true: on GPUs, where supported"
+        None,
+        description="plan and launch a step while the previous one runs; unset or true: on GPUs, where supported, and "
+        "for encoders on one rank",
     )
     num_scheduler_steps: int = Field(
         8,
