@@ -259,6 +259,15 @@ def check_text(text: str, limits: LimitsConfig, field: str = "text") -> None:
         raise InvalidRequestError(field, f"{num_bytes} bytes", limit)
 
 
+def truncating(num_tokens: int | None, side: str | None = None) -> SamplingParams:
+    """Parameters of a pooling request: how many tokens are kept of a text. They are its first ones unless `side`, which
+    is cut, is "left". Raises `InvalidRequestError`.
+    """
+    if side not in (None, "left", "right"):
+        raise InvalidRequestError("truncation_side", side, "must be left or right")
+    return SamplingParams(max_tokens=1, truncate_prompt_tokens=num_tokens, truncate_right=side != "left")
+
+
 def check_inputs(field: str, inputs: Sequence[object]) -> None:
     """Raises `InvalidRequestError` for no text of a pooling request, or more than it may have."""
     if not 0 < len(inputs) <= MAX_INPUTS:

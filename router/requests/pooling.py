@@ -57,6 +57,8 @@ class PoolingDesk:
         """Results of all requests, in their order. The first that fails ends the others. `time_left_s`: seconds until
         the call's own deadline.
         """
+        if not requests:
+            return []
         found: dict[int, PooledPrompt] = {}
         numbered = iter(enumerate(requests))
 

@@ -36,10 +36,10 @@ def kept_tokens(
     wanted = params.truncate_prompt_tokens
     assert wanted is not None, "no truncation"
     num_kept = wanted if wanted > 0 else max(1, max_sequence_len - (params.max_tokens or 1))
-    front, back = _ends(token_ids, tuple(around)) if num_kept > len(around) else (0, 0)
+    front, back = _ends(token_ids, tuple(around)) if num_kept >= len(around) else (0, 0)
     end, num_inner = len(token_ids) - back, num_kept - front - back
     inner = token_ids[front:end]
-    inner = inner[:num_inner] if params.truncate_right else inner[-num_inner:]
+    inner = inner[:num_inner] if params.truncate_right else inner[max(0, len(inner) - num_inner) :]
     return (*token_ids[:front], *inner, *token_ids[end:])
 
 

@@ -171,9 +171,9 @@ class TokenizerRegistry:
         if request.chat is not None and request.chat.marks and isinstance(text, str):
             cache_marks = await self._cache_marks(name, request.chat, text, len(token_ids))
         if params.truncate_prompt_tokens is not None:
-            is_encoded = facts.computes_whole_prompts and isinstance(text, str)
-            around = self._tokenizers[name].encode("") if is_encoded else ()
-            longest = facts.max_sequence_len + (request.pooling is not None)
+            is_pooled = request.pooling is not None
+            around = self._tokenizers[name].encode("") if is_pooled and isinstance(text, str) else ()
+            longest = facts.max_sequence_len + is_pooled
             token_ids = kept_tokens(token_ids, params, longest, around)
         check_length(request, len(token_ids), facts)
         if params.prompt_logprobs is not None:

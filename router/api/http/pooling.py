@@ -18,14 +18,13 @@ from holdfast.router.api.http.bodies import Notes
 from holdfast.router.api.http.json_body import Listed, Reads
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
 from holdfast.router.api.http.sampling import priority_of
-from holdfast.router.request import GenerationRequest, check_inputs, naming
+from holdfast.router.request import GenerationRequest, check_inputs, naming, truncating
 from holdfast.router.requests.poison_watch import expect_prompts
 from holdfast.router.requests.pooling import PooledPrompt, PoolingDesk
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
 from holdfast.worker.pooling import PoolingParams, PoolingTask
-from holdfast.worker.sampling_params import SamplingParams
 
 
 class PoolingBody(Reads, Notes):
@@ -48,6 +47,7 @@ class PoolingBody(Reads, Notes):
     is refused.
     """
     truncation_side: Literal["left", "right"] | None = None
+    """Which side is cut; unset: right, so that the first tokens are kept."""
     use_activation: bool | None = None
     """Whether vectors are normalized, or scores activated; unset: as the model says."""
     normalize: bool | None = None
@@ -70,11 +70,7 @@ class PoolingBody(Reads, Notes):
                 pooling=PoolingParams(
                     dimensions=dimensions, use_activation=next((one for one in asked if one is not None), None)
                 ),
-                sampling_params=SamplingParams(
-                    max_tokens=1,
-                    truncate_prompt_tokens=self.truncate_prompt_tokens,
-                    truncate_right=self.truncation_side == "right",
-                ),
+                sampling_params=truncating(self.truncate_prompt_tokens, self.truncation_side),
             )
 
 

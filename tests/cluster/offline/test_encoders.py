@@ -77,11 +77,40 @@ def test_a_long_text_is_cut_between_the_tokens_around_it(reranker):
     llm, model, tokenizer = reranker
     with pytest.raises(InvalidRequestError, match="maximum context length is 24 tokens"):
         llm.classify(LONG)
-    found = llm.classify(LONG, truncate_prompt_tokens=-1)[0]
-    tokenizer.truncation_side = "left"
-    encoded = tokenizer(LONG, truncation=True, max_length=24, return_tensors="pt")
-    assert found.prompt_token_ids == encoded["input_ids"][0].tolist()
-    assert found.outputs.probs == pytest.approx([probability(model, encoded)], abs=1e-6)
+    for number, side in ((-1, None), (-1, "left"), (9, "right"), (9, "left"), (2, None)):
+        tokenizer.truncation_side = side or "right"
+        most = 24 if number == -1 else number
+        encoded = tokenizer(LONG, truncation=True, max_length=most, return_tensors="pt")
+        for given in (
+            {"truncate_prompt_tokens": number, "truncation_side": side},
+            {"tokenization_kwargs": {"truncate_prompt_tokens": number, "truncation_side": side}},
+            {"tokenization_kwargs": {"truncation": True, "max_length": most, "truncation_side": side}},
+        ):
+            (found,) = llm.classify(LONG, **given)
+            assert found.prompt_token_ids == encoded["input_ids"][0].tolist()
+            assert found.outputs.probs == pytest.approx([probability(model, encoded)], abs=1e-6)
+    tokenizer.truncation_side = "right"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"truncation_side": "middle"}, InvalidRequestError, "truncation_side = 'middle': must be left or right"),
+        ({"truncate_prompt_tokens": 0}, InvalidRequestError, "truncate_prompt_tokens = 0"),
+        ({"tokenization_kwargs": {"padding": True}}, InvalidRequestError, "tokenization_kwargs = .*padding"),
+        ({"tokenization_kwargs": {"max_length": 7}}, InvalidRequestError, "tokenization_kwargs = .*max_length"),
+        ({"truncation": True}, TypeError, "'truncation'"),
+    ],
+)
+def test_options_that_there_are_not_are_refused_by_name(reranker, options, error, words):
+    llm = reranker[0]
+    for call in (llm.classify, lambda text, **given: llm.score(text, text, **given)):
+        with pytest.raises(error, match=words):
+            call("a cat", **options)
+
+
+def test_no_texts_have_no_results(reranker):
+    assert reranker[0].classify([]) == []
 
 
 def test_every_encoder_is_named_where_another_is_refused(tmp_path):

@@ -19,6 +19,8 @@ from holdfast.router.api.http.app import HttpApi
 from holdfast.router.api.http.server import HttpServer
 from holdfast.router.api.intake import DecodeWorker
 from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.wire.pooling_codec import pool_request
+from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.models.pooling import Pooler
 from tests.worker.models.adapter_folders import merge, save_adapter
@@ -110,6 +112,54 @@ def test_what_a_model_does_not_give_is_refused(llm, tiny_model, http):
     assert "1 to 2048" in answer.json()["error"]["message"]
 
 
+@pytest.fixture
+def ended(tmp_path, tiny_model):
+    """The model with a tokenizer that adds tokens around a text, of which the last one's state is the vector."""
+    from tokenizers import Tokenizer, processors
+
+    for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(tiny_model / name)
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    special = [("<pad>", 257), ("<eos>", 256)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<pad> $A <eos>", special_tokens=special)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_a_decoder_keeps_the_tokens_around_a_text_that_is_cut(ended):
+    """As Hugging Face's tokenizers do: without its end, a vector of the last token would be that of another one."""
+    from transformers import AutoTokenizer
+
+    text = "the quick brown fox jumps over the lazy dog " * 8
+    with LLM(str(ended), runner="pooling", **SETTINGS) as llm:
+        for most, side in ((-1, "right"), (12, "right"), (12, "left")):
+            tokenizer = AutoTokenizer.from_pretrained(ended, truncation_side=side)
+            expected = tokenizer(text, truncation=True, max_length=256 if most == -1 else most)["input_ids"]
+            (cut,) = llm.embed(text, truncate_prompt_tokens=most, truncation_side=side)
+            assert cut.prompt_token_ids == expected
+            assert (expected[0], expected[-1]) == (257, 256)
+            (whole,) = llm.embed([expected])
+            assert cut.outputs.embedding == whole.outputs.embedding
+
+
+def test_every_door_cuts_the_same_side(llm, http, client):
+    """The end of a text, unless the left side is asked for."""
+    text = "".join(map(chr, range(97, 123)))
+    first, last = ([one.outputs.embedding for one in llm.embed(part)] for part in (text[:9], text[-9:]))
+    for side, expected in ((None, first), ("right", first), ("left", last)):
+        asked = {"truncate_prompt_tokens": 9, "truncation_side": side}
+        assert [one.outputs.embedding for one in llm.embed(text, **asked)] == expected
+        assert [list(one.values) for one in client.pool([text], **asked).outputs] == expected
+        found = http.post("/v1/embeddings", json={"input": text, **asked}).json()["data"]
+        assert [np.float32(one["embedding"]).tolist() for one in found] == expected
+        ours, theirs = llm.score(text, text[:9], **asked)[0].outputs.score, client.score(text, text[:9], **asked)
+        assert theirs == [ours]
+        assert (ours > 1 - 1e-6) == (side != "left")
+    options = inference_pb2.PoolingOptions(truncate_left=True, truncate_right=True)
+    with pytest.raises(InvalidRequestError, match="truncate_left"):
+        pool_request(inference_pb2.PoolRequest(inputs=[{"text": text}], options=options))
+
+
 def test_openai_sdk_gets_the_same_vectors(http, vectors):
     with openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
         for encoding in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
@@ -159,6 +209,11 @@ def test_the_command_prints_the_same_vectors(tiny_model, address, vectors, capsy
     assert run(["embed", TEXTS[0], "--model", str(tiny_model), *settings]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [printed(vectors[0])]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(TEXTS)))
+    cut = ["embed", "a cat sat", "--server", address, "--truncate-prompt-tokens", "5", "--truncation-side"]
+    for side, part in (("left", "t sat"), ("right", "a cat")):
+        assert run([*cut, side]) == run(["embed", part, "--server", address]) == 0
+        ours, whole = capsys.readouterr().out.splitlines()
+        assert ours == whole
     assert run(["embed", "-", "--server", address]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == list(map(printed, vectors))
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
