@@ -130,6 +130,8 @@ class GenerationRequest(Service):
     prompt: str | tuple[int, ...] = ()
     """Text, or token ids. An empty text is valid if the tokenizer adds a token at the beginning (BOS), as in Hugging
     Face and vLLM."""
+    second_text: str | None = None
+    """Second of two texts, of which `prompt` is the first: an encoder's tokenizer joins them. For pooling alone."""
     chat: Chat | None = None
     """A conversation instead of a prompt; the model's chat template renders it."""
     model: str = ""
@@ -155,6 +157,8 @@ class GenerationRequest(Service):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", checked_prompt(self.prompt))
+        if self.second_text is not None:
+            checked_text("second_text", self.second_text)
         checked_text("model", self.model)
         checked_text("request_id", self.request_id)
         if not isinstance(self.sampling_params, SamplingParams):
@@ -194,6 +198,7 @@ class GenerationRequest(Service):
             return
         if isinstance(self.prompt, str):
             check_text(self.prompt, limits)
+            check_text(self.second_text or "", limits)
         elif not self.prompt:
             raise InvalidRequestError("token_ids", self.prompt, EMPTY_PROMPT)
         elif len(self.prompt) > limits.max_prompt_tokens:

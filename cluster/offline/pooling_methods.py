@@ -35,7 +35,7 @@ class PoolingOptions(ServiceOfAll, total=False):
     truncate_prompt_tokens: int | None
     """Tokens of each prompt that are kept; -1: up to the model's maximum length. Unset: longer prompts are refused."""
     truncation_side: Literal["left", "right"] | None
-    """Which side is cut; unset: right, so that the first tokens are kept."""
+    """Side that is cut; unset: right, so that the first tokens are kept."""
     tokenization_kwargs: Mapping[str, Any] | None
     """The same two, and `truncation` with `max_length`, as vLLM has them."""
 
@@ -143,7 +143,7 @@ _CUT: Final = ("truncate_prompt_tokens", "truncation_side")
 
 
 def _truncation(options: PoolingOptions) -> SamplingParams:
-    """How prompts are cut. Raises `InvalidRequestError`, also for another argument of a tokenizer."""
+    """Parameters that cut prompts. Raises `InvalidRequestError`, also for another argument of a tokenizer."""
     asked = {name: options.get(name) for name in _CUT}
     given = dict(options.get("tokenization_kwargs") or {})
     truncation, longest = given.pop("truncation", None), given.pop("max_length", None)

@@ -115,11 +115,15 @@ class PoolingDesk:
             raise InvalidRequestError(
                 "model", bare.model, f"has {facts.num_outputs} labels, and scores need a model with one"
             )
-        if not facts.pair_template:
+        if facts.pair_template:
+            texts = [facts.pair(query, document, instruction) for query, document in pairs]
+            prompts = await self.each(bare, texts, time_left_s)
+        elif facts.is_whole:
+            parts = [replace(bare, prompt=one, second_text=two, part=at) for at, (one, two) in enumerate(pairs)]
+            prompts = await self.pooled(parts, time_left_s)
+        else:
             limit = "has no prompt for pairs of texts: set model.score_template, with {query} and {document}"
             raise InvalidRequestError("model", bare.model, limit)
-        texts = [facts.pair(query, document, instruction) for query, document in pairs]
-        prompts = await self.each(bare, texts, time_left_s)
         return PairScores([memoryview(one.values).cast("f")[0] for one in prompts], prompts)
 
     async def _by_vectors(

@@ -62,6 +62,7 @@ def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkReque
         adapter=None if request.adapter is None else engine_pb2.Adapter(**request.adapter._asdict()),
         block_source=_source_message(request.block_source),
         pooling=None if request.pooling is None else _pooling_message(request.pooling),
+        second_start=request.second_start,
     )
     return engine_pb2.LinkRequest(submit=submit)
 
@@ -169,6 +170,7 @@ def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> Eng
         adapter=_adapter(submit.adapter) if submit.HasField("adapter") else None,
         block_source=_source(submit),
         pooling=_pooling(submit.pooling) if submit.HasField("pooling") else None,
+        second_start=submit.second_start,
     )
     if request.sampling_params.seed is None:  # clients' -1, which routers replace
         raise InvalidRequestError("sampling_params.seed", params.seed, "must be at least 0 on a link")

@@ -47,7 +47,7 @@ class PoolingBody(Reads, Notes):
     is refused.
     """
     truncation_side: Literal["left", "right"] | None = None
-    """Which side is cut; unset: right, so that the first tokens are kept."""
+    """Side that is cut; unset: right, so that the first tokens are kept."""
     use_activation: bool | None = None
     """Whether vectors are normalized, or scores activated; unset: as the model says."""
     normalize: bool | None = None
