@@ -123,8 +123,10 @@ class Operators:
             raise InvalidRequestError("lora_name", name, "is the name of a model that is served")
         adapter = await asyncio.to_thread(Adapter.in_folder, name, path)
         found = processor.adapters.find(name)
-        if found is not None and found.adapter.digest != adapter.digest and not replaces:
-            limit = f"is another adapter already ({found.adapter.digest[:16]}); replace it with load_inplace"
+        is_another = found is not None and (found.model, found.adapter.digest) != (base.name, adapter.digest)
+        if found is not None and is_another and not replaces:
+            limit = f"is another adapter already, {found.adapter.digest[:16]} of {found.model}"
+            limit += "; replace it with load_inplace (--replace)"
             raise InvalidRequestError("lora_name", name, limit)
         await processor.try_adapter(base.name, adapter)
         await self._ordered("with_adapter", base.name, name, adapter)

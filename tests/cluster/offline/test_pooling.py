@@ -21,6 +21,7 @@ from holdfast.router.api.intake import DecodeWorker
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.wire.pooling_codec import pool_request
 from holdfast.v1 import inference_pb2
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.models.pooling import Pooler
 from tests.worker.models.adapter_folders import merge, save_adapter
@@ -293,6 +294,14 @@ def test_vectors_with_adapters_are_those_of_the_merged_model(tmp_path, tiny_mode
         texts, of = [text for text in TEXTS for _ in range(3)], [None, *loras] * len(TEXTS)
         company = [one.outputs.embedding for one in llm.embed(texts, lora_request=of)]
         alone = [llm.embed(text, lora_request=lora)[0].outputs.embedding for text, lora in zip(texts, of, strict=True)]
+        scores = [one.outputs.score for one in llm.score(TEXTS[0], TEXTS, lora_request=loras[0])]
+        assert scores == [pytest.approx(float(np.dot(company[1], one)), abs=1e-6) for one in company[1::3]]
+        with pytest.raises(InvalidRequestError, match="lora_request"):
+            llm.score(TEXTS[0], TEXTS, lora_request=[*loras, None])
+        router = llm._engine._router
+        adapter, model = Adapter.in_folder("new", str(folders[0])), llm.engine.info.model
+        tried = router._processor.try_adapter(model, adapter)  # as where operators load one
+        asyncio.run_coroutine_threadsafe(tried, router._loop).result(20)
     assert company == alone
     assert company[::3] == vectors
     for number in (1, 2):

@@ -64,10 +64,12 @@ async def test_loaded_listed_asked_replaced_and_unloaded(tmp_path):
         folder_of(tmp_path / "sql", "two")
         refused = await client.post(ADAPTERS, json=body)
         assert refused.status_code == 400
-        assert "load_inplace" in refused.json()["error"]["message"]
+        assert "load_inplace (--replace)" in refused.json()["error"]["message"]
         assert (await client.post(ADAPTERS, json={**body, "load_inplace": True})).status_code == 200
         await asks(client, "sql")
         assert replica.submits[-1].adapter.digest != adapter.digest
+        unknown = (await asks(client, "sqq")).json()["error"]["message"]
+        assert unknown == "model 'sqq' is not served here; served: fake, sql"
         gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
         assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
         assert (await asks(client, "sql")).status_code == 404
