@@ -18,19 +18,33 @@ from holdfast.router.api.http.bodies import Notes
 from holdfast.router.api.http.json_body import Listed, Reads
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
 from holdfast.router.api.http.sampling import priority_of
-from holdfast.router.request import GenerationRequest, check_inputs, naming, truncating
+from holdfast.router.request import FieldNames, GenerationRequest, check_inputs, naming, truncating
 from holdfast.router.requests.poison_watch import expect_prompts
 from holdfast.router.requests.pooling import PooledPrompt, PoolingDesk
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
 from holdfast.worker.pooling import PoolingParams, PoolingTask
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.value_types import Neutral
 
 
 class PoolingBody(Reads, Notes):
     """Fields of all endpoints of pooled models."""
 
     renamed: ClassVar[Mapping[str, str]] = {"normalize": "use_activation", "activation": "use_activation"}
+    neutral: ClassVar[Neutral] = {
+        **Reads.neutral,
+        "add_special_tokens": (True,),
+        "embed_dtype": ("float32",),
+        "embedding_type": ("float",),
+        "embedding_types": (["float"],),
+        "endianness": ("native", "little"),
+        "late_chunking": (False,),
+        "max_tokens_per_doc": (0,),
+        "max_tokens_per_query": (0,),
+        "padding": ("do_not_pad",),
+    }
     fixed_names: ClassVar[Mapping[str, str]] = {
         f"{FIELD}.": "",
         **dict.fromkeys(("text", "token_ids"), "input"),
@@ -48,6 +62,8 @@ class PoolingBody(Reads, Notes):
     """
     truncation_side: Literal["left", "right"] | None = None
     """Side that is cut; unset: right, so that the first tokens are kept."""
+    truncate: bool | Literal["NONE", "START", "END"] | None = None
+    """Jina's and Cohere's name: texts that are too long are cut at this side, true: at their end."""
     use_activation: bool | None = None
     """Whether vectors are normalized, or scores activated; unset: as the model says."""
     normalize: bool | None = None
@@ -70,8 +86,15 @@ class PoolingBody(Reads, Notes):
                 pooling=PoolingParams(
                     dimensions=dimensions, use_activation=next((one for one in asked if one is not None), None)
                 ),
-                sampling_params=truncating(self.truncate_prompt_tokens, self.truncation_side),
+                sampling_params=self._truncating(),
             )
+
+    def _truncating(self) -> SamplingParams:
+        num_tokens, side = self.truncate_prompt_tokens, self.truncation_side
+        if self.truncate not in (None, False, "NONE"):
+            num_tokens = -1 if num_tokens is None else num_tokens
+            side = side or ("left" if self.truncate == "START" else "right")
+        return truncating(num_tokens, side)
 
 
 B = TypeVar("B", bound=PoolingBody)
@@ -98,10 +121,21 @@ class InputBody(PoolingBody):
 
 
 class EmbeddingBody(InputBody):
-    """`POST /v1/embeddings` and `/pooling`."""
+    """`POST /v1/embeddings`."""
 
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] | None = None
+
+
+class NumbersBody(EmbeddingBody):
+    """`POST /pooling`."""
+
+    task: str | None = None
+    """Which numbers, by vLLM's name: embed or classify, as the model is; others are refused."""
+
+
+_QUERIES: Final = ("queries", "text_1", "data_1")
+_DOCUMENTS: Final = ("documents", "text_2", "data_2", "items")
 
 
 class ScoreBody(PoolingBody):
@@ -111,14 +145,22 @@ class ScoreBody(PoolingBody):
     text_2: str | Listed[str] | None = None
     queries: str | Listed[str] | None = None
     documents: str | Listed[str] | None = None
+    items: str | Listed[str] | None = None
     data_1: str | Listed[str] | None = None
     data_2: str | Listed[str] | None = None
     instruction: str | None = None
 
     def texts(self) -> tuple[list[str], list[str]]:
         """Queries and documents. Raises `InvalidRequestError`."""
-        queries, documents = ("queries", "text_1", "data_1"), ("documents", "text_2", "data_2")
-        return self._of(queries), self._of(documents)
+        return self._of(_QUERIES), self._of(_DOCUMENTS)
+
+    def names(self) -> FieldNames:
+        """Names of the two lists, as the body has them."""
+        said = {
+            names[0]: next((name for name in names if getattr(self, name) is not None), names[0])
+            for names in (_QUERIES, _DOCUMENTS)
+        }
+        return FieldNames({**said, "text": said["documents"]}, super().names())
 
     def _of(self, names: Sequence[str]) -> list[str]:
         found = [(name, value) for name in names if (value := getattr(self, name)) is not None]
@@ -141,6 +183,8 @@ class RerankDocument(BaseModel):
 class RerankBody(PoolingBody):
     """`POST /v1/rerank`, `/v2/rerank` and `/rerank`."""
 
+    fixed_names: ClassVar[Mapping[str, str]] = {**PoolingBody.fixed_names, "text": "documents"}
+
     query: str
     documents: Listed[str | RerankDocument]
     top_n: int | None = None
@@ -152,7 +196,7 @@ class RerankBody(PoolingBody):
 
     def _check_together(self) -> None:
         for name in ("max_chunks_per_doc", "max_tokens_per_doc"):
-            if getattr(self, name) is not None:
+            if getattr(self, name):
                 limit = "must not be set: documents are read whole; truncate_prompt_tokens cuts prompts"
                 raise InvalidRequestError(name, getattr(self, name), limit)
         if self.top_n is not None and self.top_n < 0:
@@ -174,7 +218,7 @@ class PoolingEndpoints:
 
     bodies: ClassVar[Mapping[str, tuple[type[Reads], str]]] = {
         "/v1/embeddings": (EmbeddingBody, "Vectors of texts."),
-        "/pooling": (EmbeddingBody, "Vectors or scores of texts, as numbers."),
+        "/pooling": (NumbersBody, "Vectors or scores of texts, as numbers."),
         **dict.fromkeys(("/score", "/v1/score"), _SCORE),
         **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _RERANK),
         **dict.fromkeys(("/classify", "/v1/classify"), _CLASSIFY),
@@ -198,10 +242,10 @@ class PoolingEndpoints:
         ]
 
     async def embeddings(self, request: Request) -> ASGIApp:
-        return await self._vectors(request, PoolingTask.EMBED, "embedding", "embedding")
+        return await self._vectors(request, EmbeddingBody, "embedding", "embedding")
 
     async def pooling(self, request: Request) -> ASGIApp:
-        return await self._vectors(request, None, "pooling", "data")
+        return await self._vectors(request, NumbersBody, "pooling", "data")
 
     async def classify(self, request: Request) -> ASGIApp:
         body, bare = await self._body(request, InputBody, lambda one: one.bare(tenant_of(request)))
@@ -240,17 +284,19 @@ class PoolingEndpoints:
 
     # --- inside ---
 
-    async def _vectors(self, request: Request, task: PoolingTask | None, kind: str, name: str) -> ASGIApp:
-        body, bare = await self._body(request, EmbeddingBody, lambda one: one.bare(tenant_of(request), one.dimensions))
+    async def _vectors(self, request: Request, made: type[EmbeddingBody], kind: str, name: str) -> ASGIApp:
+        body, bare = await self._body(request, made, lambda one: one.bare(tenant_of(request), one.dimensions))
         with naming(body.names):
-            self._desk.facts(bare.model, task)
+            found = self._desk.facts(bare.model, None if isinstance(body, NumbersBody) else PoolingTask.EMBED).task
+            if isinstance(body, NumbersBody) and body.task not in (None, found):
+                raise InvalidRequestError("task", body.task, f"must be {found}, as this model's, or unset")
         prompts = await self._pooled(request, bare, body.prompts())
         write = _base64 if body.encoding_format == "base64" else _floats
         content = await self._reader.made(
             sum(len(one.values) for one in prompts),
             lambda: json_response(
                 {
-                    **_head("embd" if task else "pool"),
+                    **_head("pool" if isinstance(body, NumbersBody) else "embd"),
                     "model": _model(prompts),
                     "data": [
                         {"object": kind, "index": index, name: write(one.values)} for index, one in enumerate(prompts)

@@ -113,6 +113,34 @@ def test_what_a_model_does_not_give_is_refused(llm, tiny_model, http):
     assert "1 to 2048" in answer.json()["error"]["message"]
 
 
+def test_fields_of_other_servers_are_read_or_refused_by_name(llm, http, vectors):
+    """Jina's and Cohere's `truncate`, vLLM's `items` and `task`; errors name the fields as the body does."""
+    text = "".join(map(chr, range(97, 123))) * 12
+    for truncate, part in ((True, text[:256]), ("END", text[:256]), ("START", text[-256:])):
+        found = http.post("/v1/embeddings", json={"input": text, "truncate": truncate}).json()["data"][0]
+        assert np.float32(found["embedding"]).tolist() == llm.embed(part)[0].outputs.embedding
+    (item,) = http.post("/score", json={"queries": TEXTS[0], "items": TEXTS[:1]}).json()["data"]
+    assert item["score"] == pytest.approx(1)
+    (numbers,) = http.post("/pooling", json={"input": TEXTS[0], "task": "embed"}).json()["data"]
+    assert np.float32(numbers["data"]).tolist() == vectors[0]
+    for path, body, param in (
+        ("/v1/embeddings", {"input": text, "truncate": False}, "input"),
+        ("/v1/embeddings", {"input": text, "truncate": "NONE"}, "input"),
+        ("/v1/embeddings", {"input": "a", "add_special_tokens": False}, "add_special_tokens"),
+        ("/v1/embeddings", {"input": "a", "late_chunking": True}, "late_chunking"),
+        ("/pooling", {"input": "a", "task": "classify"}, "task"),
+        ("/pooling", {"input": "a", "task": "token_embed"}, "task"),
+        ("/rerank", {"query": "a", "documents": [text]}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 4}, "max_tokens_per_doc"),
+        ("/score", {"text_1": "a", "text_2": [text]}, "text_2"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
+    ):
+        answer = http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (path, body)
+    body = {"query": "a", "documents": ["b"], "max_tokens_per_doc": 0}
+    assert http.post("/rerank", json=body).status_code == 200
+
+
 @pytest.fixture
 def ended(tmp_path, tiny_model):
     """The model with a tokenizer that adds tokens around a text, of which the last one's state is the vector."""
