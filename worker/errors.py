@@ -77,7 +77,7 @@ class InvalidRequestError(CallerError, ValueError):
         self.limit = limit
 
 
-_MOST_NAMED: Final = 100
+_MOST_NAMED: Final = 100  # models in a message
 
 
 class UnknownModelError(CallerError):
