@@ -245,6 +245,11 @@ class RequestProcessor:
             raise InvalidRequestError("request_id", request_id, "must be set")
         return self._open_answers.abort(request_id, self._gate.caller().tenant)
 
+    async def beginning(self, model: str, text: str, num_tokens: int) -> str:
+        """The beginning of a text that has this many tokens at most, for a model."""
+        check_text(text, self._limits)
+        return await self._tokenizers.beginning(self.model(model).name, text, num_tokens)
+
     async def tokenize(self, model: str, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of a text prompt. Raises `HoldfastError`."""
         self.check_overload()

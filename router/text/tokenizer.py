@@ -52,6 +52,9 @@ class Codec(Protocol):
     def encode_pair(self, first: str, second: str, most: int | None = None) -> EncodedPair:
         """Raises as `encode` does, and `InvalidRequestError` if it does not join two texts."""
 
+    def beginning(self, text: str, num_tokens: int) -> str:
+        """Raises as `encode` does."""
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
     def token_id(self, token: str) -> int | None: ...
@@ -158,6 +161,12 @@ class Tokenizer:
         """
         return self._codec.encode_pair(first, second, most)
 
+    def beginning(self, text: str, num_tokens: int) -> str:
+        """The beginning of a text that has this many tokens at most, without those around a text. Raises as `encode`
+        does.
+        """
+        return self._codec.beginning(text, num_tokens)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Bytes that are invalid UTF-8 become U+FFFD, and unknown ids are skipped.
 
@@ -237,6 +246,17 @@ class _FastCodec:
         with self._reading:
             return _pair(encoding.ids, encoding.sequence_ids, encoding.type_ids if self._has_types else ())
 
+    def beginning(self, text: str, num_tokens: int) -> str:
+        while text:
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            if len(encoding) <= num_tokens:
+                break
+            with self._reading:
+                ends = encoding.offsets
+            end = min(ends[num_tokens - 1][1], ends[num_tokens][0]) if num_tokens else 0
+            text = text[: min(end, len(text) - 1)]  # a shorter text may have tokens of its own
+        return text
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         if skip_special_tokens and self._also_special:
             token_ids = [i for i in token_ids if i not in self._also_special]
@@ -286,6 +306,11 @@ class _SlowCodec:
         if most is not None and len(found["input_ids"][0]) > most:
             raise TooManyTokensError(len(found["input_ids"][0]))
         return _pair(found["input_ids"][0], found.sequence_ids(0), found.get("token_type_ids", [()])[0])
+
+    def beginning(self, text: str, num_tokens: int) -> str:
+        while text and len(token_ids := self.encode(text, False)) > num_tokens:
+            text = text[: min(len(self.decode(token_ids[:num_tokens], False)), len(text) - 1)]
+        return text
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))

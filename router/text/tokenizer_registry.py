@@ -100,6 +100,11 @@ class TokenizerRegistry:
         tokenizer = self._tokenizers[model]
         return await self._encoded(len(text), lambda: tuple(tokenizer.encode(text, add_special_tokens, most)))
 
+    async def beginning(self, model: str, text: str, num_tokens: int) -> str:
+        """Same as `Tokenizer.beginning`."""
+        tokenizer = self._tokenizers[model]
+        return await self._encoded(len(text), lambda: tokenizer.beginning(text, num_tokens))
+
     async def _encoded(self, length: int, encode: Callable[[], T]) -> T:
         """Result of `encode`, of texts with this many characters: on a thread, unless they are short."""
         if length <= self._inline_bytes:

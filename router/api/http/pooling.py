@@ -20,7 +20,7 @@ from holdfast.router.api.http.request_reader import RequestReader, tenant_of
 from holdfast.router.api.http.sampling import priority_of
 from holdfast.router.request import FieldNames, GenerationRequest, check_inputs, naming, truncating
 from holdfast.router.requests.poison_watch import expect_prompts
-from holdfast.router.requests.pooling import PooledPrompt, PoolingDesk
+from holdfast.router.requests.pooling import PairTokens, PooledPrompt, PoolingDesk
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
@@ -41,8 +41,6 @@ class PoolingBody(Reads, Notes):
         "embedding_types": (["float"],),
         "endianness": ("native", "little"),
         "late_chunking": (False,),
-        "max_tokens_per_doc": (0,),
-        "max_tokens_per_query": (0,),
         "padding": ("do_not_pad",),
     }
     fixed_names: ClassVar[Mapping[str, str]] = {
@@ -134,11 +132,30 @@ class NumbersBody(EmbeddingBody):
     """Which numbers, by vLLM's name: embed or classify, as the model is; others are refused."""
 
 
+class PairsBody(PoolingBody):
+    """Fields of the endpoints of pairs of texts."""
+
+    instruction: str | None = None
+    max_tokens_per_query: int | None = None
+    """Tokens beyond which a query is cut at its end; unset or 0: it is not."""
+    max_tokens_per_doc: int | None = None
+    """The same of each document."""
+
+    def _check_together(self) -> None:
+        for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+            if (given := getattr(self, name)) is not None and given < 0:
+                raise InvalidRequestError(name, given, "must be at least 0")
+
+    @property
+    def most_tokens(self) -> PairTokens:
+        return PairTokens(self.max_tokens_per_query or 0, self.max_tokens_per_doc or 0)
+
+
 _QUERIES: Final = ("queries", "text_1", "data_1")
 _DOCUMENTS: Final = ("documents", "text_2", "data_2", "items")
 
 
-class ScoreBody(PoolingBody):
+class ScoreBody(PairsBody):
     """`POST /v1/score`: pairs of texts, under any of the names that vLLM has had for them."""
 
     text_1: str | Listed[str] | None = None
@@ -148,7 +165,6 @@ class ScoreBody(PoolingBody):
     items: str | Listed[str] | None = None
     data_1: str | Listed[str] | None = None
     data_2: str | Listed[str] | None = None
-    instruction: str | None = None
 
     def texts(self) -> tuple[list[str], list[str]]:
         """Queries and documents. Raises `InvalidRequestError`."""
@@ -180,7 +196,7 @@ class RerankDocument(BaseModel):
     text: str
 
 
-class RerankBody(PoolingBody):
+class RerankBody(PairsBody):
     """`POST /v1/rerank`, `/v2/rerank` and `/rerank`."""
 
     fixed_names: ClassVar[Mapping[str, str]] = {**PoolingBody.fixed_names, "text": "documents"}
@@ -190,15 +206,13 @@ class RerankBody(PoolingBody):
     top_n: int | None = None
     """Best documents to return; unset or 0: all."""
     return_documents: bool | None = None
-    instruction: str | None = None
     max_chunks_per_doc: int | None = None
-    max_tokens_per_doc: int | None = None
 
     def _check_together(self) -> None:
-        for name in ("max_chunks_per_doc", "max_tokens_per_doc"):
-            if getattr(self, name):
-                limit = "must not be set: documents are read whole; truncate_prompt_tokens cuts prompts"
-                raise InvalidRequestError(name, getattr(self, name), limit)
+        super()._check_together()
+        if self.max_chunks_per_doc is not None:
+            limit = "must not be set: documents are not cut into chunks; max_tokens_per_doc cuts them at their end"
+            raise InvalidRequestError("max_chunks_per_doc", self.max_chunks_per_doc, limit)
         if self.top_n is not None and self.top_n < 0:
             raise InvalidRequestError("top_n", self.top_n, "must be at least 0")
         check_inputs("documents", self.documents)
@@ -264,7 +278,8 @@ class PoolingEndpoints:
         body, bare = await self._body(request, ScoreBody, lambda one: one.bare(tenant_of(request)))
         queries, documents = body.texts()
         expect_prompts(len(queries) + len(documents))
-        found = await unless_gone(request, self._desk.scores(bare, queries, documents, body.instruction))
+        wanted = self._desk.scores(bare, queries, documents, body.instruction, most=body.most_tokens)
+        found = await unless_gone(request, wanted)
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(found.scores)]
         usage, model = _usage(found.prompts), _model(found.prompts)
         return json_response({**_head("score"), "model": model, "data": data, "usage": usage})
@@ -273,7 +288,8 @@ class PoolingEndpoints:
         body, bare = await self._body(request, RerankBody, lambda one: one.bare(tenant_of(request)))
         texts = body.texts()
         expect_prompts(1 + len(texts))
-        found = await unless_gone(request, self._desk.scores(bare, [body.query], texts, body.instruction))
+        wanted = self._desk.scores(bare, [body.query], texts, body.instruction, most=body.most_tokens)
+        found = await unless_gone(request, wanted)
         order = sorted(range(len(texts)), key=lambda index: (-found.scores[index], index))[: body.top_n or None]
         results: list[dict[str, Any]] = [{"index": at, "relevance_score": found.scores[at]} for at in order]
         if body.return_documents is not False:

@@ -131,13 +131,18 @@ def test_fields_of_other_servers_are_read_or_refused_by_name(llm, http, vectors)
         ("/pooling", {"input": "a", "task": "classify"}, "task"),
         ("/pooling", {"input": "a", "task": "token_embed"}, "task"),
         ("/rerank", {"query": "a", "documents": [text]}, "documents"),
-        ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 4}, "max_tokens_per_doc"),
+        ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
+        ("/rerank", {"query": "a", "documents": ["b"], "max_chunks_per_doc": 4}, "max_chunks_per_doc"),
         ("/score", {"text_1": "a", "text_2": [text]}, "text_2"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
     ):
         answer = http.post(path, json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (path, body)
-    body = {"query": "a", "documents": ["b"], "max_tokens_per_doc": 0}
+    body = {"query": text, "documents": [text], "max_tokens_per_doc": 7, "max_tokens_per_query": 9}
+    (best,) = http.post("/v2/rerank", json=body).json()["results"]
+    assert best["relevance_score"] == llm.score(text[:9], text[:7])[0].outputs.score
+    assert best["document"] == {"text": text}
+    body |= {"query": "a", "documents": ["b"], "max_tokens_per_doc": 0}
     assert http.post("/rerank", json=body).status_code == 200
 
 
