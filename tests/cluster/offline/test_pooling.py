@@ -6,7 +6,6 @@ import io
 import json
 import sys
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -14,16 +13,13 @@ import pytest
 from holdfast import LLM, Client, LoRARequest, PoolingParams
 from holdfast.cluster.commands.cli import run
 from holdfast.router.api.grpc.pooling import PoolingCalls
-from holdfast.router.api.grpc.server import SERVICE, InferenceServicer, build_server
-from holdfast.router.api.http.app import HttpApi
-from holdfast.router.api.http.server import HttpServer
 from holdfast.router.api.intake import DecodeWorker
-from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.wire.pooling_codec import pool_request
 from holdfast.v1 import inference_pb2
 from holdfast.worker.adapter import Adapter
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.models.pooling import Pooler
+from tests.cluster.offline.doors import grpc_of, http_of
 from tests.worker.models.adapter_folders import merge, save_adapter
 
 TEXTS = ["hello", "a cat sat on the mat", "the quick brown fox jumps over the lazy dog"]
@@ -38,36 +34,15 @@ def llm(tiny_model):
 
 @pytest.fixture(scope="module")
 def http(llm):
-    router = llm._engine._router
-    processor = router._processor
-
-    async def serve() -> HttpServer:
-        server = HttpServer(HttpApi(processor, processor._dispatch_host, LimitsConfig()).app(), "127.0.0.1", 0)
-        await server.start()
-        return server
-
-    server = asyncio.run_coroutine_threadsafe(serve(), router._loop).result(20)
-    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=20) as client:
+    with http_of(llm) as client:
         yield client
-    asyncio.run_coroutine_threadsafe(server.stop(1.0), router._loop).result(20)
 
 
 @pytest.fixture(scope="module")
 def address(llm):
     """Of the gRPC API."""
-    router = llm._engine._router
-    processor = router._processor
-
-    async def serve():
-        servicer = InferenceServicer(processor, processor._dispatch_host)
-        server = build_server({SERVICE: servicer}, RouterConfig(), LimitsConfig())
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        return server, port
-
-    server, port = asyncio.run_coroutine_threadsafe(serve(), router._loop).result(20)
-    yield f"127.0.0.1:{port}"
-    asyncio.run_coroutine_threadsafe(server.stop(1.0), router._loop).result(20)
+    with grpc_of(llm) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
