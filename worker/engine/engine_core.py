@@ -158,6 +158,7 @@ class EngineCore:
         """Ends the load of an adapter, between two steps: requests that waited for it continue, or are refused."""
         assert self.adapters is not None
         ready, failure = self.adapters.loaded(ticket)
+        self._reported_step_id = -1  # its statistics have changed
         self._counts.num_adapter_loads, self._counts.adapter_load_s = self.adapters.num_loaded, self.adapters.load_s
         for attempt, one in ready:
             if failure is None:
@@ -339,8 +340,7 @@ class EngineCore:
         self._reported_step_id, self.suspects.has_news = self._step_id, False
         stats = None
         if concerns_all:
-            is_busy = self.scheduler.has_work
-            if not is_busy or self._step_id >= self._stats_step_id + STATS_EVERY_STEPS:
+            if not self.scheduler.has_work or self._step_id >= self._stats_step_id + STATS_EVERY_STEPS:
                 self._stats_step_id = self._step_id
                 stats = self.reported_stats = self.scheduler.stats()
         if self._feeds or (self.tier is not None and self.tier.has_store):

@@ -124,6 +124,10 @@ def test_a_pinned_adapter_is_loaded_without_a_request_and_keeps_its_slot(bench):
     bench.core.adapters.keep([adapter("a")])
     assert bench.told() == stored("a")
     bench.loaded("a")
+    ((_, update),) = bench.core.take_updates()
+    assert update.stats is not None, "told without a step"
+    assert (update.stats.num_resident_adapters, update.stats.num_adapter_loads) == (1, 1)
+    assert bench.core.take_updates() == []
     for name in "bcb":
         bench.ask(name)
         bench.loaded(name)
