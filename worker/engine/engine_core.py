@@ -339,10 +339,10 @@ class EngineCore:
         concerns_all = self._step_id != self._reported_step_id or self.load != before or self.suspects.has_news
         self._reported_step_id, self.suspects.has_news = self._step_id, False
         stats = None
-        if concerns_all:
-            if not self.scheduler.has_work or self._step_id >= self._stats_step_id + STATS_EVERY_STEPS:
-                self._stats_step_id = self._step_id
-                stats = self.reported_stats = self.scheduler.stats()
+        is_due = not self.scheduler.has_work or self._step_id >= self._stats_step_id + STATS_EVERY_STEPS
+        if concerns_all and is_due:
+            self._stats_step_id = self._step_id
+            stats = self.reported_stats = self.scheduler.stats()
         if self._feeds or (self.tier is not None and self.tier.has_store):
             self._note_cache_events()
         updates = []
