@@ -7,15 +7,17 @@ MODEL_FOLDER has one file of safetensors whose modules have separate names (`q_p
 and lie in a temporary folder, in the page cache; `--dtype` is that of their files.
 
 steps: decodes of all rows, in turn, by the least clock and CPU time, as a share of that of a model without LoRA.
-load: adapters that are new, one at a time, in an engine that does nothing else.
+load: adapters that are new, one at a time, in an engine that does nothing else, not even make memory ready.
 replace: adapters in place of each other, while streams run: from the call to the first token of the new content, beside
-the same request for an adapter that is resident; and the longest pause of a stream.
-Times are medians by the clock, with the least and the largest.
+the same request for an adapter that is resident; and the longest pause of a stream. Calls come at any time of a step.
+Times are medians by the clock, with the least and the largest. How long a word takes between two cores, before all that
+and after it, tells whether they share a cache, which shares of steps depend on.
 """
 
 import argparse
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -31,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
+from benchmarks.core_ping import ping_ns
 from benchmarks.decoder_steps import Kind, make_batch
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.lora import LoRARequest
@@ -47,7 +50,10 @@ NUM_BEFORE: Final = 160
 """Tokens of each sequence in the cache, of a decode that is measured."""
 PROMPT_TOKENS: Final = 8
 NUM_LOADS: Final = 10
+NUM_REPLACEMENTS: Final = 24
 NUM_STREAMS: Final = 8
+PAUSE_S: Final = 0.2
+LONGEST_STEP_S: Final = 0.05
 STREAM_TOKENS: Final = 1500
 """Of a stream that is cancelled before that."""
 PARTS: Final = ("steps", "load", "replace")
@@ -207,6 +213,7 @@ class Times:
 def loads(engine: InferenceEngine, adapters: Sequence[Adapter], times: Times) -> None:
     """Adapters that the replica does not have."""
     for adapter in adapters:
+        time.sleep(PAUSE_S)
         before = engine.get_stats().num_adapter_loads
         times.first_token("first token of one that is new", LoRARequest(adapter.name, 1, adapter.path))
         stats = engine.get_stats()
@@ -222,7 +229,7 @@ def replacements(engine: InferenceEngine, adapters: Sequence[Adapter], times: Ti
     def note(_: RequestOutput) -> None:
         tokens_s.append(time.perf_counter())
 
-    policy = LoRARequest("policy", 1, adapters[0].path)
+    policy, draw = LoRARequest("policy", 1, adapters[0].path), random.Random(0)
     num_tokens = min(STREAM_TOKENS, engine.max_sequence_len - PROMPT_TOKENS)
     streams = [
         engine.enqueue_request(prompt_of(row), params_of(num_tokens), callback=note, lora_request=policy)
@@ -232,9 +239,10 @@ def replacements(engine: InferenceEngine, adapters: Sequence[Adapter], times: Ti
         time.sleep(0.05)
     for adapter in adapters[1:]:
         began_s = time.perf_counter()
-        time.sleep(0.1)
+        time.sleep(PAUSE_S + draw.uniform(0, LONGEST_STEP_S))
         times.first_token("under streams, first token of one that is resident", policy)
         middle_s = time.perf_counter()
+        time.sleep(PAUSE_S + draw.uniform(0, LONGEST_STEP_S))
         times.first_token(
             "under streams, first token of one that replaces another",
             policy := LoRARequest("policy", 1, adapter.path, load_inplace=True),
@@ -270,6 +278,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     console = Console()
     found: dict[str, Sequence[object]] = {}
+    pings_ns = [ping_ns()]
     with tempfile.TemporaryDirectory() as folder:
         folders = Folders(given.model, Path(folder), given.rank, getattr(torch, given.dtype))
         if "steps" in given.parts:
@@ -280,13 +289,19 @@ def main() -> None:
         if {"load", "replace"} & set(given.parts):
             with engine_of(given) as engine:
                 times = Times(engine)
-                for part, measure in (("load", loads), ("replace", replacements)):
+                for part, measure, count in (
+                    ("load", loads, NUM_LOADS),
+                    ("replace", replacements, NUM_REPLACEMENTS + 1),
+                ):
                     if part in given.parts:
                         first = 1000 * len(part)
-                        measure(engine, [folders.write(first + number) for number in range(NUM_LOADS)], times)
+                        measure(engine, [folders.write(first + number) for number in range(count)], times)
                 found |= times.found
             for name, some in times.found.items():
                 console.print(f"{name}: {statistics.median(some):.1f} ms [{min(some):.1f}..{max(some):.1f}]")
+    found["ping, ns"] = [*pings_ns, ping_ns()]
+    before, after = ("-" if ns is None else f"{ns:.0f} ns" for ns in found["ping, ns"])
+    console.print(f"from one core to another: {before} before, {after} after")
     console.print(f"an adapter of {folders.num_bytes / 1e6:.1f} MB; load {os.getloadavg()[0]:.1f}")
     if given.json:
         given.json.write_text(json.dumps(found, indent=1))

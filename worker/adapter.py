@@ -113,13 +113,27 @@ def unreadable(given: str, error: OSError) -> ConfigurationError:
 
 def digest_of(config: Iterable[bytes], weights: Iterable[bytes | memoryview]) -> str:
     """Digest of the content of both files, each in pieces: BLAKE3, so that none can be made to pass for another."""
-    whole = blake3()
-    for content in (config, weights):
-        one = blake3()
-        for piece in content:
-            one.update(piece)
-        whole.update(one.digest())
-    return whole.hexdigest()
+    digest = DigestInWork(b"".join(config))
+    for piece in weights:
+        digest.add(piece)
+    return digest.text
+
+
+class DigestInWork:
+    """Such a digest, of weights that come piece by piece."""
+
+    def __init__(self, config: bytes) -> None:
+        self._config = blake3(config)
+        self._weights = blake3()
+
+    def add(self, piece: bytes | memoryview) -> None:
+        """Takes in the next piece."""
+        self._weights.update(piece)
+
+    @property
+    def text(self) -> str:
+        """Digest of what has been taken in, in hexadecimal."""
+        return blake3(self._config.digest() + self._weights.digest()).hexdigest()
 
 
 def _pieces(path: Path) -> Iterable[bytes]:

@@ -6,8 +6,10 @@ between two steps ─► the slot holds it on all ranks, or on none ─► the r
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Final, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_PLANS: Final = 8
 """Forms of adapters whose plans an executor keeps."""
+_SOON_S: Final = 1.0
+"""An adapter that was loaded for a request is asked for within this time, if at all."""
 _HEADER: Final = 2  # numbers before the adapter's text: kind, ticket
 
 
@@ -33,18 +37,20 @@ class AdapterGoneError(ConfigurationError):
     """The folder of an adapter holds another one now. The message names both digests."""
 
 
-class _Begun(NamedTuple):
-    """The last load that was begun before it was asked for."""
+class _Ahead(NamedTuple):
+    """The last adapter that was loaded before it was asked for."""
 
     marks: tuple[object, ...]
     digest: str
     executor: ReferenceType[AdaptingExecutor]
-    future: "Future[PackedAdapter] | None"
+    loaded: "Future[PackedAdapter] | None"
     """None: it was fetched."""
+    at_s: float
 
     @property
-    def is_in_work(self) -> bool:
-        return self.future is not None and not self.future.done()
+    def is_awaited(self) -> bool:
+        """Whether it may still be fetched."""
+        return self.loaded is not None and time.monotonic() - self.at_s < _SOON_S
 
 
 def _marks(name: str, path: str) -> tuple[object, ...]:
@@ -53,16 +59,12 @@ def _marks(name: str, path: str) -> tuple[object, ...]:
     return name, path, *((one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in files)
 
 
-def _on_thread(future: "Future[PackedAdapter]", load: Callable[[], PackedAdapter]) -> None:
-    """Sets the result, or the error, from a thread."""
-
-    def run() -> None:
-        try:
-            future.set_result(load())
-        except BaseException as error:  # noqa: BLE001 - `take` raises it, or reports it to the leader's requests
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="adapter", daemon=True).start()
+def _run(future: "Future[PackedAdapter]", load: Callable[[], PackedAdapter]) -> None:
+    """Sets the result, or the error."""
+    try:
+        future.set_result(load())
+    except BaseException as error:  # noqa: BLE001 - `take` raises it, or reports it to the leader's requests
+        future.set_exception(error)
 
 
 def _check_digest(folder: AdapterFolder, adapter: Adapter) -> None:
@@ -85,38 +87,38 @@ class RankAdapters:
         self._places = places
         self._group = group
         self._loads: dict[int, Future[PackedAdapter]] = {}
-        self._begun: _Begun | None = None
+        self._ahead: _Ahead | None = None
         self._reader = AdapterReader()
         self._plans = WeakKeyDictionary[AdaptingExecutor, dict[FormKey, Any]]()
 
-    def begin(self, name: str, path: str, *, replaces: bool = True) -> Adapter:
-        """The adapter that lies in a folder now. If its files have changed since the last call, begins to pack and
-        prove it on a thread, from the bytes of its digest, so that `fetch` does not read it again; not where there are
-        other ranks, for which all would have to wait, and where it does not replace one not while another is in work:
-        many new ones come at a time. Raises `ConfigurationError` where it cannot be read; the request for it is refused
-        for other faults.
+    def load_ahead(self, name: str, path: str, *, replaces: bool = True) -> Adapter:
+        """The adapter that lies in a folder now. If its files have changed since the last call, packs and proves it,
+        from the bytes of its digest, so that `fetch` does not read it again; not where there are other ranks, for which
+        all would have to wait, and where it does not replace one not while another waits to be fetched: many new ones
+        come at a time. Raises `ConfigurationError` where it cannot be read; the request for it is refused for other
+        faults.
         """
-        marks, begun = _marks(name, path), self._begun
-        is_known = begun is not None and begun.marks == marks
-        if self._group.size > 1 or is_known or (begun is not None and begun.is_in_work and not replaces):
+        marks, ahead, executor = _marks(name, path), self._ahead, self._executor()
+        is_known = ahead is not None and ahead.marks == marks
+        if self._group.size > 1 or is_known or (ahead is not None and ahead.is_awaited and not replaces):
             return Adapter.in_folder(name, path)
+        loaded: Future[PackedAdapter] = Future()
         try:
             folder = self._places.named(self._reader.read(name, path))
+            _run(loaded, lambda: self._packed(folder))
+            digest = folder.digest
         except ConfigurationError:
             return Adapter.in_folder(name, path)
-        future: Future[PackedAdapter] = Future()
-        _on_thread(future, lambda: self._packed(folder))
-        adapter = Adapter(name, folder.digest, str(files_in(folder.given, path)[0].parent))
-        self._begun = _Begun(marks, adapter.digest, ref(self._executor()), future)
-        return adapter
+        self._ahead = _Ahead(marks, digest, ref(executor), loaded, time.monotonic())
+        return Adapter(name, digest, str(files_in(folder.given, path)[0].parent))
 
-    def _take_begun(self, adapter: Adapter) -> "Future[PackedAdapter] | None":
-        """The load that was begun of an adapter, once."""
-        begun = self._begun
-        if begun is None or begun.digest != adapter.digest or begun.executor() is not self._executor():
+    def _take_ahead(self, adapter: Adapter) -> "Future[PackedAdapter] | None":
+        """An adapter that was loaded before, once."""
+        ahead = self._ahead
+        if ahead is None or ahead.digest != adapter.digest or ahead.executor() is not self._executor():
             return None
-        future, self._begun = begun.future, begun._replace(future=None)
-        return future
+        self._ahead = ahead._replace(loaded=None)
+        return ahead.loaded
 
     def load(self, adapter: Adapter) -> PackedAdapter:
         """Loads this rank's share. Raises `ConfigurationError` for an adapter that cannot be served."""
@@ -133,10 +135,9 @@ class RankAdapters:
         executor = self._executor()
         self._places.check_copies(folder)
         packed: PackedAdapter = executor.pack_adapter(self._plan(folder, executor), folder.content)
-        folder.check_finite()
         if not self._places.prove(folder, packed.differences, executor.dtype):
             logger.warning("%s: it adds nothing but zeros, so that outputs are those of the model alone", folder.given)
-        folder.let_go()
+        folder.content.let_go()
         return packed
 
     def _plan(self, folder: AdapterFolder, executor: AdaptingExecutor) -> Any:
@@ -163,13 +164,14 @@ class RankAdapters:
         return tuple(found)
 
     def fetch(self, ticket: int, adapter: Adapter, then: Callable[[], None] = lambda: None) -> None:
-        """Begins to load, on a thread, unless that was begun; calls `then` when it is over, on that thread or here."""
-        future = self._take_begun(adapter)
+        """Begins to load, on a thread, unless it was loaded ahead; calls `then` when that is over, there or here."""
+        future = self._take_ahead(adapter)
         is_new = future is None
         self._loads[ticket] = future = Future() if future is None else future
         future.add_done_callback(lambda _: then())
         if is_new:
-            _on_thread(future, lambda: self.load(adapter))
+            load = partial(_run, future, lambda: self.load(adapter))
+            threading.Thread(target=load, name="adapter", daemon=True).start()
 
     def take(self, ticket: int, slot: int) -> Exception | None:
         """Puts the loaded adapter in a slot if all ranks have it; otherwise returns the reason, as this rank knows

@@ -5,7 +5,7 @@ x))`, with the ranks of all modules one after the other, and each output uses th
 """
 
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -41,13 +41,35 @@ class StoredMatrix(NamedTuple):
         """The same, transposed."""
         return self._replace(shape=(self.shape[1], self.shape[0]), strides=(self.step, self.row_stride))
 
+    @property
+    def extent(self) -> int:
+        """Numbers from its first to its last."""
+        return (self.shape[0] - 1) * self.row_stride + (self.shape[1] - 1) * self.step + 1 if all(self.shape) else 0
+
+    @property
+    def end(self) -> int:
+        """Place behind its last byte."""
+        return self.first + self.extent * self.dtype.itemsize
+
     def of(self, content: memoryview) -> Tensor:
         """Its numbers, in place."""
-        if not all(self.shape):
+        if not self.extent:
             return torch.empty(self.shape, dtype=self.dtype)
-        count = (self.shape[0] - 1) * self.row_stride + (self.shape[1] - 1) * self.step + 1
-        numbers = torch.frombuffer(content, dtype=self.dtype, count=count, offset=self.first)
+        numbers = torch.frombuffer(content, dtype=self.dtype, count=self.extent, offset=self.first)
         return numbers.as_strided(self.shape, (self.row_stride, self.step))
+
+
+class FileContent(Protocol):
+    """The content of a file, of which the last bytes may be on their way."""
+
+    def there(self, least: int) -> memoryview:
+        """The bytes that are there. Waits for this number, or all."""
+        ...
+
+    @property
+    def whole(self) -> memoryview:
+        """All bytes. Waits for them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +108,11 @@ class AdaptedLinear:
         part_of, there = self.part_of[outputs], set(self.part_of[outputs].tolist())
         parts = tuple(part if number in there else None for number, part in enumerate(self.parts))
         return replace(self, parts=parts, part_of=part_of, rows=self.rows[outputs])
+
+    @property
+    def end(self) -> int:
+        """Place behind the last byte of its matrices."""
+        return max((max(part.a.end, part.b.end) for part in self.parts if part is not None), default=0)
 
     @property
     def is_run(self) -> bool:

@@ -1,29 +1,26 @@
 """Adapter folders as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`.
 
-Both files are read once, and their digest is computed from the same bytes that are later applied.
+Both files are read once, and their digest is computed from the same bytes that are applied.
 """
 
-import mmap
-import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Final
 
 import torch
 
-from holdfast.worker.adapter import check_adapter_name, described, digest_of, files_in, unreadable
+from holdfast.worker.adapter import check_adapter_name, described, files_in, unreadable
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.adapters import LowRank, StoredMatrix
 from holdfast.worker.executors.cpu.spare_memory import SpareMemory
 from holdfast.worker.executors.finite import not_finite
+from holdfast.worker.models.adapter_content import AdapterContent
 from holdfast.worker.models.adapter_form import AdapterForm, form_of, refused
-from holdfast.worker.models.safetensors_header import header_bytes
+from holdfast.worker.models.safetensors_header import header_bytes, header_end
 
-_PIECE: Final = 4 << 20  # bytes read at a time
-_MOST_FORMS: Final = 8
+_MOST_FORMS: Final = 8  # that are kept
 
 FormKey = tuple[bytes, bytes, int]
 
@@ -37,13 +34,8 @@ class AdapterFolder:
     form: AdapterForm
     key: FormKey
     """Equal keys: equal forms."""
-    content: memoryview
-    """Bytes of the file with the matrices."""
-    digest_in_work: "Future[str]"
-    odd_in_work: "Future[str | None]"
-    """Name of a tensor with a NaN or an infinity."""
-    give_back: Callable[[], None]
-    """Its memory may be used again."""
+    content: AdapterContent
+    """Content of the file with the matrices."""
 
     @property
     def modules(self) -> Mapping[str, LowRank]:
@@ -53,23 +45,18 @@ class AdapterFolder:
     @property
     def digest(self) -> str:
         """Digest of both files. Waits for it."""
-        return self.digest_in_work.result()
+        return self.content.digest
 
     @property
     def has_effect(self) -> bool:
         """Whether any module adds anything but zeros."""
-        content = self.content
+        content = self.content.whole
         return any(bool(one.a.of(content).any()) and bool(one.b.of(content).any()) for one in self.modules.values())
 
     def check_finite(self) -> None:
-        """Refuses an adapter with a NaN or an infinity. Waits for the look at all numbers."""
-        if (odd := self.odd_in_work.result()) is not None:
+        """Refuses an adapter with a NaN or an infinity."""
+        if (odd := _not_finite(self.form, self.content.whole)) is not None:
             raise ConfigurationError(f"{self.given}: {odd} has a NaN or an infinity")
-
-    def let_go(self) -> None:
-        """The content is read no more. Waits for the digest."""
-        self.digest_in_work.result()
-        self.give_back()
 
     def refused(self, what: str) -> ConfigurationError:
         """Error that names the adapter and the model that it was made for."""
@@ -91,9 +78,10 @@ class AdapterReader:
     def __init__(self) -> None:
         self._forms: dict[FormKey, AdapterForm] = {}
         self._spare = SpareMemory()
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="adapter-beside")
 
     def read(self, name: str, path: str) -> AdapterFolder:
-        """Reads a folder and checks its form; a thread goes on to compute its digest, and to look at its numbers.
+        """Begins to read a folder, and checks its form.
 
         Raises `ConfigurationError` with the adapter's name and the fault.
         """
@@ -101,28 +89,20 @@ class AdapterReader:
         given = described(name, path)
         config_file, weights_file = files_in(given, path)
         config = _read(given, config_file)
-        beside = ThreadPoolExecutor(1, thread_name_prefix="adapter-beside")
+        content = AdapterContent(given, weights_file, config, self._spare, self._beside)
         try:
-            memory, content, digest = _read_weights(given, weights_file, config, self._spare, beside)
-            key = config, header_bytes(content), len(content)
-            form = self._form(key, given, weights_file, content)
-            odd = beside.submit(_not_finite, form, content)
-        finally:
-            beside.shutdown(wait=False)
-        return AdapterFolder(
-            given=given,
-            form=form,
-            key=key,
-            content=content,
-            digest_in_work=digest,
-            odd_in_work=odd,
-            give_back=lambda: self._spare.give(memory),
-        )
+            start = content.there(header_end(content.there(8)))
+            key = config, header_bytes(start), len(content)
+            form = self._form(key, given, weights_file, start)
+        except ConfigurationError:
+            content.refuse()
+            raise
+        return AdapterFolder(given=given, form=form, key=key, content=content)
 
-    def _form(self, key: FormKey, given: str, path: Path, content: memoryview) -> AdapterForm:
+    def _form(self, key: FormKey, given: str, path: Path, start: memoryview) -> AdapterForm:
         form = self._forms.get(key)
         if form is None:
-            form = form_of(given, key[0], path, content)
+            form = form_of(given, key[0], path, start, key[2])
             if len(self._forms) >= _MOST_FORMS:
                 self._forms.clear()
             self._forms[key] = form
@@ -139,29 +119,6 @@ def _read(given: str, path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise unreadable(given, error) from error
-
-
-def _read_weights(
-    given: str, path: Path, config: bytes, spare: SpareMemory, beside: ThreadPoolExecutor
-) -> "tuple[mmap.mmap, memoryview, Future[str]]":
-    """The content of a file with its memory, and the digest of both files, which a thread computes meanwhile from the
-    same bytes.
-    """
-    pieces = SimpleQueue[memoryview | None]()
-    try:
-        digest = beside.submit(digest_of, [config], iter(pieces.get, None))
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            memory = spare.take(size)
-            content, first = memoryview(memory)[:size], 0
-            while count := file.readinto(content[first : first + _PIECE]):
-                pieces.put(content[first : first + count])
-                first += count
-        return memory, content[:first], digest
-    except OSError as error:
-        raise unreadable(given, error) from error
-    finally:
-        pieces.put(None)
 
 
 def _not_finite(form: AdapterForm, content: memoryview) -> str | None:

@@ -98,11 +98,13 @@ class AdapterForm:
         return _rank_and_scale(given, self.config, name)
 
 
-def form_of(given: str, config_content: bytes, path: Path, weights: memoryview) -> AdapterForm:
-    """The form of an adapter. Raises `ConfigurationError` with `given`, its name and folder, and the fault."""
+def form_of(given: str, config_content: bytes, path: Path, weights: memoryview, size: int) -> AdapterForm:
+    """The form of an adapter, by the first bytes of a file of this size. Raises `ConfigurationError` with `given`, its
+    name and folder, and the fault.
+    """
     config = _object(given, config_content)
     _check_fields(given, config)
-    matrices = _matrices(given, path, weights)
+    matrices = _matrices(given, path, weights, size)
     targets = config.get("target_modules")
     found = AdapterForm(
         base=str(config.get("base_model_name_or_path") or "")[:_MAX_SHOWN],
@@ -226,10 +228,10 @@ def _copies(given: str, matrices: Mapping[str, StoredMatrix]) -> dict[str, Store
     return found
 
 
-def _matrices(given: str, path: Path, weights: memoryview) -> dict[str, StoredMatrix]:
+def _matrices(given: str, path: Path, weights: memoryview, size: int) -> dict[str, StoredMatrix]:
     """Matrices in a file's content, by name."""
     try:
-        tensors = read_tensors(path, weights)
+        tensors = read_tensors(path, weights, size)
         dtypes = {name: _checked_dtype(name, entry) for name, entry in tensors.items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, struct.error) as error:
         raise ConfigurationError(f"{given}: {WEIGHTS} is not a safetensors file, or is cut short ({error})") from error

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -10,6 +11,7 @@ from holdfast.worker.executors.adapters import EMBEDDING, HEAD, AdaptedLinear, D
 from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.models.adapter_experts import mixtures_of, of_experts
 from holdfast.worker.models.adapter_folder import AdapterFolder
+from holdfast.worker.models.adapter_form import AdapterForm
 from holdfast.worker.models.adapter_names import ModuleNames, layer_of, prefixes_of
 from holdfast.worker.models.adapter_tables import OwnTables, differing_row
 from holdfast.worker.models.families import FAMILIES
@@ -28,6 +30,9 @@ class AdapterPlaces:
     def __init__(self, config: Any, group: TensorParallelGroup, tables: OwnTables) -> None:
         """`config`: as `stated_config.py` has read it. `tables`: those of the checkpoint."""
         self._tables = tables
+        self._is_whole = group.size == 1
+        self._last: tuple[AdapterForm, AdapterForm] | None = None
+        """The last form that was given the model's names, before and after."""
         self._places = {key: place for key, place in places_of(config, group).items() if place is not None}
         self._of_vocabulary = {name for key in (HEAD, EMBEDDING) for name in self._places[key].modules}
         self._mixtures = mixtures_of(self._places)
@@ -42,6 +47,12 @@ class AdapterPlaces:
 
         Raises `ConfigurationError` for matrices of experts that do not fit the model.
         """
+        last = self._last
+        if last is None or last[0] is not folder.form:
+            self._last = last = folder.form, self._named(folder).form
+        return replace(folder, form=last[1])
+
+    def _named(self, folder: AdapterFolder) -> AdapterFolder:
         form = folder.form
         of_modules = {name: self._names.find(name) or name for name in (*form.modules, *form.copies)}
         layers = {layer_of(name): self._names.layer(layer_of(name)) for name in (*form.modules, *form.stacks)}
@@ -82,9 +93,12 @@ class AdapterPlaces:
         """Whether an adapter adds anything to fixed inputs. `differences`: by place, between the executor's addition,
         with the packed matrices and the products of a step, and that of a merged model's weights.
 
-        Raises `ConfigurationError` if they are not equal, if a tensor is applied at two places or at none, and if
-        rounding to the model's `dtype` leaves nothing of the adapter.
+        Raises `ConfigurationError` if they are not equal, if a tensor is applied at two places or at none, if rounding
+        to the model's `dtype` leaves nothing of the adapter, and for a NaN or an infinity: one that is applied makes a
+        difference that is not a number.
         """
+        if folder.form.copies or not self._is_whole:
+            folder.check_finite()
         times, has_effect = Counter[str](), False
         for key, of_parts in differences.items():
             names = self._places[key].modules_of(folder.modules)
@@ -93,6 +107,7 @@ class AdapterPlaces:
                     continue
                 times[name] += 1
                 if not error <= _PROOF_LIMIT * max(usual, largest):  # NaN is refused, too
+                    folder.check_finite()
                     raise folder.refused(
                         f"{name}: its addition to fixed inputs is not the product of its matrices in {dtype} (it "
                         f"differs by {error:.3g}, of numbers up to {max(usual, largest):.3g})"
@@ -119,7 +134,7 @@ class AdapterPlaces:
                     f"{name}.base_layer.weight is {copy.shape}, and the model's weight {tuple(own.shape)}: it is an "
                     "adapter of another model"
                 )
-            if (row := differing_row(own, copy.of(folder.content))) is not None:
+            if (row := differing_row(own, copy.of(folder.content.whole))) is not None:
                 raise folder.refused(
                     f"row {row} of {name}.base_layer.weight is not that of the model: its table was changed, or it is "
                     "an adapter of another model; serve the model that it was made of"

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.adapters import AdaptedLinear, Difference
+from holdfast.worker.executors.adapters import AdaptedLinear, Difference, FileContent
 from holdfast.worker.executors.cpu.cache import TiledCache
 from holdfast.worker.executors.kv_cache import BlockMemory, KVCache
 from holdfast.worker.executors.step_batch import StepBatch
@@ -166,7 +166,7 @@ class AdaptingExecutor(Protocol):
         """
         ...
 
-    def pack_adapter(self, plan: Any, content: memoryview) -> Any:
+    def pack_adapter(self, plan: Any, content: FileContent) -> Any:
         """This rank's share of an adapter (a `PackedAdapter`), from the content of its file. Safe to call from any
         thread, at any time.
         """

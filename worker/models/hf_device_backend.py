@@ -9,18 +9,18 @@ from torch import Tensor
 
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.executors.gpu.graphs import (
-    BUCKETS,
     Buffers,
     Capture,
     DecodeGraphs,
     StepWait,
-    bucket_of,
+    buckets_up_to,
     cuda_capture,
 )
 from holdfast.worker.executors.gpu.launches import Launch, Launches, triton_launch
 from holdfast.worker.executors.gpu.paged_kernels import PagedKernels, unfit
 from holdfast.worker.executors.gpu.products import DeviceExperts, DeviceProduct, RowFunctions
 from holdfast.worker.executors.gpu.sampler import DeviceSampler
+from holdfast.worker.executors.gpu.step_inputs import BegunStep
 from holdfast.worker.executors.kv_cache import KVCache, LayerCache
 from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.models.checks import OTHER_ENGINE, first_line
@@ -71,13 +71,12 @@ class DeviceSteps:
         if batch.block_copies.size:
             self._cache.copy(*torch.from_numpy(batch.block_copies).to(self._buffers.device))
         num_wanted = len(batch.logits_rows)
-        key = self._kernels.begin_padded(batch) if self._graphs.are_used and batch.is_decode else None
-        if key is None:
-            self._kernels.begin(batch)
-            return self._run_step()[:num_wanted]
+        begun = self._kernels.begin_padded(batch) if self._graphs.are_used and batch.is_decode else None
+        if begun is None or begun.key is None:
+            return self._run_step(self._kernels.begin(batch))[:num_wanted]
         self._progress.tick()  # a replay runs no layer on the host
-        self._graphs.run(key, self._buffers, lambda: self._keep(self._run_step()))
-        return self._kept(key[0])[:num_wanted]
+        self._graphs.run(begun.key, self._buffers, lambda: self._keep(self._run_step(begun)))
+        return self._kept(len(begun.wanted))[:num_wanted]
 
     def warm_up(self, max_rows: int) -> None:
         """Captures all graphs of decode steps of up to `max_rows` sequences; where one cannot be, as the model's code
@@ -103,16 +102,15 @@ class DeviceSteps:
         self._graphs.clear()
 
     def _capture_all(self, max_rows: int) -> None:
-        last = bucket_of(max_rows) or BUCKETS[-1]
-        for num_rows in (bucket for bucket in reversed(BUCKETS) if bucket <= last):
-            for context in self._kernels.contexts(num_rows):
-                self.run(StepBatch.decoding(num_rows, context, self._cache.block_size))
+        for num_rows in buckets_up_to(max_rows):
+            for batch in self._kernels.inputs.batches_of_graphs(num_rows):
+                self.run(batch)
 
-    def _run_step(self) -> Tensor:
-        """The step that was begun. Token ids, positions and rows are read on the device."""
-        step = self._kernels.step
+    def _run_step(self, begun: BegunStep) -> Tensor:
+        """Token ids, positions and rows are read on the device."""
+        step = begun.tensors
         with self._functions:
-            return self._model.logits(step.token_ids.long(), step.positions.long(), self._kernels.wanted.long()).float()
+            return self._model.logits(step.token_ids.long(), step.positions.long(), begun.wanted.long()).float()
 
     def _keep(self, logits: Tensor) -> None:
         self._vocab_size = logits.shape[1]

@@ -56,8 +56,9 @@ class StoredTensor(NamedTuple):
     end: int
 
 
-def read_tensors(path: Path, content: memoryview) -> dict[str, StoredTensor]:
-    """The tensors of a file's content. They follow each other, from the header to the end, as the format has it.
+def read_tensors(path: Path, content: memoryview, size: int) -> dict[str, StoredTensor]:
+    """The tensors in the content of a file of this size, of which the header is enough. They follow each other, from
+    the header to the end, as the format has it.
 
     Raises `ValueError`, and what else comes of JSON that is no header.
     """
@@ -67,17 +68,22 @@ def read_tensors(path: Path, content: memoryview) -> dict[str, StoredTensor]:
     found = {}
     for name, entry in sorted(_checked(path, header).items(), key=lambda item: item[1]["data_offsets"]):
         first, end = (begin + offset for offset in entry["data_offsets"])
-        if first != reached or not first <= end <= len(content):
-            raise ValueError(f"{name} lies at {first} to {end}, behind {reached}, in {len(content)} bytes")
+        if first != reached or not first <= end <= size:
+            raise ValueError(f"{name} lies at {first} to {end}, behind {reached}, in {size} bytes")
         found[name], reached = StoredTensor(entry["dtype"], entry["shape"], first, end), end
-    if reached != len(content):
-        raise ValueError(f"its tensors end at {reached}, and it has {len(content)} bytes")
+    if reached != size:
+        raise ValueError(f"its tensors end at {reached}, and it has {size} bytes")
     return found
+
+
+def header_end(content: memoryview) -> int:
+    """Place behind the header in a file's content, of which the first bytes are enough."""
+    return 8 + min(int.from_bytes(content[:8], "little"), _MAX_HEADER)
 
 
 def header_bytes(content: memoryview) -> bytes:
     """The header in a file's content, or what there is of it."""
-    return bytes(content[8 : 8 + min(int.from_bytes(content[:8], "little"), _MAX_HEADER)])
+    return bytes(content[8 : header_end(content)])
 
 
 def _header_of(path: Path) -> bytes:

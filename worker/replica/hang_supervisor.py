@@ -4,7 +4,7 @@
 
 A process that is stopped, or whose interpreter is stuck in a call, can neither notice nor end itself. A leader's ranks
 are killed with it, because an incomplete group computes nothing. A process that has said that it works on large input,
-and is seen to compute, is busy, and gets more time.
+and is seen to compute, is busy, and gets more time; and so does one that finds no core.
 """
 
 import os
@@ -17,9 +17,11 @@ from contextlib import suppress
 from typing import Final
 
 from holdfast.worker.replica.hang_verdict import HangVerdict, look_every_s
-from holdfast.worker.replica.processes import ProcessId
+from holdfast.worker.replica.processes import CoreWait, ProcessId
 
 _MANY: Final = 4096  # bytes
+_LATE: Final = 0.25
+"""Share of the limit without a sign of life from which on it is asked whether the process waits for a core."""
 
 
 def main() -> None:
@@ -60,15 +62,21 @@ def hangs(leader: ProcessId, beats: int, limit_s: float) -> bool:
     poll = select.poll()
     for descriptor in (beats, ending):
         poll.register(descriptor, select.POLLIN)
-    verdict = HangVerdict(limit_s)
-    every_s = look_every_s(limit_s)
+    verdict, core_wait = HangVerdict(limit_s), CoreWait(lambda: [leader])
+    every_s, looked_s = look_every_s(limit_s), time.monotonic()
     while True:
         ready = {descriptor for descriptor, _ in poll.poll(1000 * every_s)}
         news = os.read(beats, _MANY) if beats in ready else None
         if ending in ready or news == b"":
             return False
-        cpu_s = cpu_time_s(leader.pid) if verdict.still_s > 0 else 0.0
-        if verdict.look(news or b"", cpu_s, is_traced=not news and is_traced(leader.pid), now=time.monotonic()):
+        cpu_s, now = cpu_time_s(leader.pid) if verdict.still_s > 0 else 0.0, time.monotonic()
+        starved_s = 0.0
+        if news or verdict.still_s < _LATE * limit_s:
+            core_wait.forget()
+        else:
+            starved_s = core_wait.since_last(now - looked_s)
+        looked_s, is_held = now, not news and is_traced(leader.pid)
+        if verdict.look(news or b"", cpu_s, is_traced=is_held, now=now, starved_s=starved_s):
             return True
 
 

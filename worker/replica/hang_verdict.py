@@ -54,8 +54,8 @@ class InputSigns:
 
 class HangVerdict:
     """The rule: no sign of life for `limit_s`, where a beat is one, and so is input whose work begins. A process that
-    computes on large input is busy, and needs none. Without a beat for `BUSY_TIMES` the limit it counts as hanging in
-    any case.
+    computes on large input is busy, and needs none; time in which it waits for a core does not count. Without a beat
+    for `BUSY_TIMES` the limit it counts as hanging in any case.
 
     No clock: the time is passed in. Only watched time counts (`FrozenVerdict`).
     """
@@ -71,21 +71,28 @@ class HangVerdict:
         """When, and the CPU time then."""
         self._idle_s = 0.0
         """Seconds without computation, at a stretch."""
+        self._starved_s = 0.0
+        """Seconds that it has waited for a core."""
 
     @property
     def still_s(self) -> float:
         """Seconds, as far as they were watched, without a sign of life."""
         return self._stillness.still_s
 
-    def look(self, news: bytes, cpu_s: float, *, is_traced: bool, now: float) -> bool:
-        """Whether it hangs. `news` has come over the pipe since the last look; `cpu_s` is its CPU time so far."""
+    def look(self, news: bytes, cpu_s: float, *, is_traced: bool, now: float, starved_s: float = 0.0) -> bool:
+        """Whether it hangs. `news` has come over the pipe since the last look; `cpu_s` is its CPU time so far.
+        `starved_s`: seconds since the last look in which it waited for a core.
+        """
+        self._starved_s += starved_s
         self._num_signs += len(news)
         self._num_beats += news.count(BEAT)
         *_, since_beat = news.rpartition(BEAT)
         self._has_large_input = LARGE_INPUT in since_beat or (self._has_large_input and BEAT not in news)
         self._note_cpu(cpu_s, now)
         is_watched = self._num_beats > 0 and not is_traced
-        is_still = self._stillness.look(self._num_signs, has_work=is_watched, expected_gap_s=0.0, now=now)
+        is_still = self._stillness.look(
+            self._num_signs, has_work=is_watched, expected_gap_s=0.0, now=now, starved_s=self._starved_s
+        )
         is_silent = self._silence.look(self._num_beats, has_work=is_watched, expected_gap_s=0.0, now=now)
         return is_silent or (is_still and not self._is_busy)
 

@@ -189,13 +189,14 @@ class Replica:
         callback(self._failure)
 
     def read_adapter(self, name: str, path: str, *, replaces: bool) -> Adapter:
-        """The adapter that lies in a folder now, of which a request follows: its load begins here, unless it replaces
-        none and another is in work. Raises `ConfigurationError` where it cannot be read, or adapters are not served.
+        """The adapter that lies in a folder now, of which a request follows: it is loaded here, unless it replaces none
+        and another waits for its request. Raises `ConfigurationError` where it cannot be read, or adapters are not
+        served.
         """
         orders = self._leader.adapter_orders()
         if orders is None:
             raise ConfigurationError("model.enable_lora = False: this replica serves no adapters")
-        return orders.own.begin(name, path, replaces=replaces)
+        return orders.own.load_ahead(name, path, replaces=replaces)
 
     def guard(self) -> HeartbeatPipe | None:
         """Starts a hang supervisor, which kills this process and its ranks if the process hangs as a whole; None if the

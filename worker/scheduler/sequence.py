@@ -79,12 +79,24 @@ class Sequence:
         """The last of `token_ids` is `PENDING`: the step in flight draws it (`foresee`)."""
         self.awaits_result = False
         """The step in flight has it, and its next action depends on the result: no step is planned for it before."""
+        self._begin_waits(arrived_s)
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        """Prompt and output."""
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self._begin_memory(adapter_slot)
+        self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
+        """Maximum length, prompt included."""
+        self._begin_outputs(eos_token_ids)
+
+    def _begin_waits(self, arrived_s: float) -> None:
+        """No wait is over yet."""
+        request = self.request
         time_left_s = math.inf if request.time_left_s is None else max(0.0, request.time_left_s)
         self.deadline_s = arrived_s + time_left_s
         """Deadline: it is dropped after this time."""
         self.due_s = arrived_s + min(time_left_s, DUE_AFTER_S)
         """Due time: within tenant and class, the earlier is served first."""
-        self.urgency = (self.due_s, sequence_id)
+        self.urgency = (self.due_s, self.sequence_id)
         """Smaller goes first among those of one tenant and class: by deadline, then by arrival."""
         self.service_class = request.priority
         """Priority class, which improves with waiting (`service_order/`)."""
@@ -93,18 +105,16 @@ class Sequence:
         """Seconds of all earlier waits together."""
         self.queued_s = 0.0
         """`waited_s` when it first ran, until it is reported with the first tokens."""
-        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-        """Prompt and output."""
-        self.num_prompt_tokens = len(request.prompt_token_ids)
-        self._begin_memory(adapter_slot)
-        self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        """Maximum length, prompt included."""
+
+    def _begin_outputs(self, eos_token_ids: frozenset[int]) -> None:
+        """No output is drawn, pooled or reported yet."""
+        request = self.request
         self.stop_token_ids = request.stop_token_ids(eos_token_ids)
         self.logits_settings = LogitsSettings.of(request, eos_token_ids)
         """Settings of its logits processors; None: it needs none."""
         self._looks_back = self.logits_settings is not None and self.logits_settings.look_back
         self._outputs = array("q")  # of `token_ids`, where draws look back at them: those of the last draw
-        asks = params.prompt_logprobs is not None and not request.output_token_ids
+        asks = request.sampling_params.prompt_logprobs is not None and not request.output_token_ids
         self.pool_rows: range | None = None
         """Positions whose states are pooled, of a pooling request (`prompt_outputs.py`); None: it draws an output."""
         self.is_whole = False

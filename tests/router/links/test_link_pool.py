@@ -161,17 +161,17 @@ async def test_a_network_that_goes_dark_is_noticed():
 @on_each_loop
 async def test_a_frozen_replica_is_given_up_and_one_that_only_takes_long_is_not():
     replica = await FakeReplica.start()
-    replica.heartbeat_ms, replica.frozen_after_ms = 10, 300
+    replica.heartbeat_ms, replica.frozen_after_ms = 10, 1000
     async with site(replica) as place:
         replica.pause()
         call = place.stub.GenerateStream(request())
         await replica.until(lambda: replica.running)
-        for progress in range(20):  # a step that lasts, and whose layers go by
+        for progress in range(30):  # a step that lasts, and whose layers go by
             replica.beat(progress)
             await asyncio.sleep(0.05)
         assert len(replica.running) == 1
         await place.until_up(0)  # no heartbeat any more
-        assert not replica.running
+        await replica.until(lambda: not replica.running)
         call.cancel()
 
 

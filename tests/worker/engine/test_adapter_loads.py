@@ -2,8 +2,8 @@
 
 import shutil
 import threading
-from concurrent.futures import Future
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -53,54 +53,58 @@ def loads(base):
         executor.close()
 
 
-def test_a_load_that_was_begun_needs_the_folder_no_more(base, loads, tmp_path):
+def test_what_was_loaded_ahead_needs_the_folder_no_more(base, loads, tmp_path):
     folder, other = save_adapter(base, tmp_path / "a"), save_adapter(base, tmp_path / "b", seed=1)
-    adapter = loads.begin("a", str(folder))
+    adapter = loads.load_ahead("a", str(folder))
     shutil.rmtree(folder)
     shutil.copytree(other, folder)
     assert loads.fetched(1, adapter) is None
     found = bytes(loads.executor._adapters[1].memory)
     assert isinstance(loads.fetched(2, adapter), AdapterGoneError), "it is taken once, and then read again"
-    assert loads.fetched(3, loads.begin("a", str(folder))) is None
+    assert loads.fetched(3, loads.load_ahead("a", str(folder))) is None
     assert found != bytes(loads.executor._adapters[3].memory)
     assert bytes(loads.executor._adapters[3].memory) == loaded(loads, "b", other)
 
 
 def loaded(loads, name, folder):
-    """The packed matrices of an adapter that no load was begun of."""
-    adapter = loads.begin(name, str(folder))
-    loads._begun = None
+    """The packed matrices of an adapter that was not loaded ahead."""
+    adapter = loads.load_ahead(name, str(folder))
+    loads._ahead = None
     assert loads.fetched(9, adapter) is None
     return bytes(loads.executor._adapters[9].memory)
 
 
 def test_files_that_have_not_changed_are_packed_once(base, loads, tmp_path):
     folder = save_adapter(base, tmp_path / "a")
-    adapter = loads.begin("a", str(folder))
-    begun = loads._begun
-    assert loads.begin("a", str(folder)) == adapter
-    assert loads._begun is begun
-    assert loads.begin("b", str(folder)).digest == adapter.digest
-    assert loads._begun is not begun
+    adapter = loads.load_ahead("a", str(folder))
+    ahead = loads._ahead
+    assert loads.load_ahead("a", str(folder)) == adapter
+    assert loads._ahead is ahead
+    assert loads.load_ahead("b", str(folder)).digest == adapter.digest
+    assert loads._ahead is not ahead
 
 
-def test_of_new_ones_one_is_begun_at_a_time(base, loads, tmp_path):
+def test_of_new_ones_one_waits_for_its_request_at_a_time(base, loads, tmp_path, monkeypatch):
     folder, other = save_adapter(base, tmp_path / "a"), save_adapter(base, tmp_path / "b", seed=1)
-    loads.begin("a", str(folder), replaces=False)
-    loads._begun = begun = loads._begun._replace(future=Future())
-    assert loads.begin("b", str(other), replaces=False).digest != begun.digest
-    assert loads._begun is begun
-    begun.future.set_result(None)
-    adapter = loads.begin("b", str(other), replaces=False)
-    assert loads._begun.digest == adapter.digest, "what was begun is done"
-    loads._begun = loads._begun._replace(future=Future())
-    replacing = loads.begin("a", str(folder))
-    assert loads._begun.digest == replacing.digest, "a replacement is begun whatever is in work"
+    now_s = 0.0
+    monkeypatch.setattr("holdfast.worker.engine.adapters.time.monotonic", lambda: now_s)
+
+    def is_loaded_ahead(name, folder, **given):
+        adapter = loads.load_ahead(name, str(folder), **given)
+        return loads._ahead.digest == adapter.digest
+
+    assert is_loaded_ahead("a", folder, replaces=False)
+    assert not is_loaded_ahead("b", other, replaces=False)
+    assert loads.fetched(1, loads.load_ahead("a", str(folder), replaces=False)) is None
+    assert is_loaded_ahead("b", other, replaces=False), "the other one was fetched"
+    assert is_loaded_ahead("a", folder), "a replacement is loaded whatever waits"
+    now_s = 2.0
+    assert is_loaded_ahead("b", other, replaces=False), "no request came for the other one"
 
 
-def test_what_was_begun_for_other_weights_is_not_used(base, loads, tmp_path):
+def test_what_was_loaded_for_other_weights_is_not_used(base, loads, tmp_path):
     folder = save_adapter(base, tmp_path / "a")
-    adapter = loads.begin("a", str(folder))
+    adapter = loads.load_ahead("a", str(folder))
     loads.executor = loads.other
     shutil.rmtree(folder)
     assert isinstance(loads.fetched(1, adapter), ConfigurationError)
@@ -108,24 +112,33 @@ def test_what_was_begun_for_other_weights_is_not_used(base, loads, tmp_path):
 
 def test_faults_are_those_of_the_request(base, loads, tmp_path):
     wrong = save_adapter(base, tmp_path / "wrong", use_dora=True)
-    assert "use_dora" in str(loads.fetched(1, loads.begin("wrong", str(wrong))))
+    assert "use_dora" in str(loads.fetched(1, loads.load_ahead("wrong", str(wrong))))
     stranger = save_adapter(base, tmp_path / "stranger", rank=4, change=other_model)
-    assert "of another model" in str(loads.fetched(2, loads.begin("stranger", str(stranger))))
+    assert "of another model" in str(loads.fetched(2, loads.load_ahead("stranger", str(stranger))))
     with pytest.raises(ConfigurationError, match="cannot be read"):
-        loads.begin("gone", str(tmp_path / "nowhere"))
+        loads.load_ahead("gone", str(tmp_path / "nowhere"))
 
 
 def test_a_number_that_is_none_is_refused_by_name(base, loads, tmp_path):
     """Also after an adapter of the same form."""
-    assert loads.fetched(1, loads.begin("a", str(save_adapter(base, tmp_path / "a")))) is None
-    for part, number in (("A", float("nan")), ("B", float("inf"))):
-        folder = save_adapter(base, tmp_path / part, change=partial(spoil, part, number))
-        error = str(loads.fetched(2, loads.begin(part, str(folder))))
-        assert f"layers.1.self_attn.q_proj.lora_{part}.weight has a NaN or an infinity" in error
+    assert loads.fetched(1, loads.load_ahead("a", str(save_adapter(base, tmp_path / "a")))) is None
+    bits = {"nan": 0x7FC00000, "none": -1, "low": 0x7F800001, "inf": 0x7F800000}
+    for number, (part, name) in enumerate(product("AB", bits)):
+        folder = save_adapter(base, tmp_path / f"{part}-{name}", change=partial(spoil, part, bits[name]))
+        given = loads.load_ahead(part, str(folder)) if number % 2 else Adapter.in_folder(part, str(folder))
+        error = str(loads.fetched(2, given))
+        assert f"layers.1.self_attn.q_proj.lora_{part}.weight has a NaN or an infinity" in error, name
 
 
-def spoil(part, number, config, tensors):
-    tensors[f"{PREFIX}model.layers.1.self_attn.q_proj.lora_{part}.weight"][3, 5] = number
+def spoil(part, bits, config, tensors):
+    tensors[f"{PREFIX}model.layers.1.self_attn.q_proj.lora_{part}.weight"].view(torch.int32)[3, 5] = bits
+
+
+def test_matrices_are_packed_as_their_bytes_come(base, loads, tmp_path, monkeypatch):
+    folder = save_adapter(base, tmp_path / "a")
+    whole = loaded(loads, "a", folder)
+    monkeypatch.setattr("holdfast.worker.models.adapter_content._PIECE", 1001)
+    assert loaded(loads, "b", folder) == whole
 
 
 def test_adapters_of_one_form_have_numbers_of_their_own(base, loads, tmp_path):

@@ -257,14 +257,16 @@ def test_a_number_that_belongs_to_another_by_now_is_left_alone(lead, rank):
 LOOK_S = 0.25
 
 
-def hangs_after_s(said: Mapping[float, bytes], *, share: float = 1.0, most_s: float = 100.0) -> float | None:
-    """When a process is taken to hang whose limit is 5 s, which says this at these times and computes for a share of
-    the time; None: it is not.
+def hangs_after_s(
+    said: Mapping[float, bytes], *, share: float = 1.0, starved: float = 0.0, most_s: float = 100.0
+) -> float | None:
+    """When a process is taken to hang whose limit is 5 s, which says this at these times, computes for a share of the
+    time and waits for a core for another; None: it is not.
     """
     verdict, now, left = HangVerdict(5.0), 0.0, dict(said)
     while now < most_s:
         news = b"".join(left.pop(when) for when in sorted(left) if when <= now)
-        if verdict.look(news, share * now, is_traced=False, now=now):
+        if verdict.look(news, share * now, is_traced=False, now=now, starved_s=starved * LOOK_S if now else 0.0):
             return now
         now += LOOK_S
     return None
@@ -282,6 +284,11 @@ def test_large_input_gives_time_to_a_process_that_computes_and_not_for_ever():
     assert hangs_after_s({0.0: b".I", 8.0: b"."}, most_s=12.0) is None
     assert hangs_after_s({0.0: b".I"}, share=0.0) == 5.0
     assert hangs_after_s({0.0: b"I.I"}, share=BUSY_SHARE / 2) == 5.0
+
+
+def test_time_without_a_core_does_not_count_and_not_for_ever():
+    assert hangs_after_s({0.0: b"."}, starved=0.5) == 10.0
+    assert hangs_after_s({0.0: b"."}, starved=1.0) == 5.0 * BUSY_TIMES
 
 
 def test_small_input_is_a_sign_of_life_and_not_for_ever():

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.adapters import RATES, STATE, AdaptedLinear, Difference
+from holdfast.worker.executors.adapters import RATES, STATE, AdaptedLinear, Difference, FileContent
 from holdfast.worker.executors.cpu.adapted_outputs import LANES, AdaptedOutputs, Site, Sites
 from holdfast.worker.executors.cpu.library import check_outcome
 from holdfast.worker.executors.cpu.linear_structures import (
@@ -33,8 +33,11 @@ class AdapterPlan:
         """Numbers are rounded to `dtype`, the model's."""
         self.dtype, self.of_model = dtype, sites
         parts = [(place, *part) for place, one in adapted.items() for part in _at_sites(sites, place, one)]
+        parts.sort(key=lambda part: part[2].end)
         self.places = [(place, len(one.parts)) for place, _, one in parts]
-        """The place that each packed linear is a part of, and the number of its modules."""
+        """The place that each packed linear is a part of, and the number of its modules; in the file's order."""
+        self.ends = np.array([one.end for _, _, one in parts], dtype=np.int64)
+        """Bytes of the file that each of them needs."""
         plans = [_Plan(sites.by_place[site], one) for _, site, one in parts]
         ends = np.cumsum([0, *(plan.length for plan in plans)]) * dtype.itemsize
         self.num_bytes = int(ends[-1])
@@ -47,21 +50,24 @@ class AdapterPlan:
         self.sites = np.zeros(len(plans), dtype=_SITE)
         """Parts that each linear is packed from; addresses of parts are places among them."""
         self._kept = plans  # their arrays
-        first_part = first_rank = 0
+        self.first_parts = np.cumsum([0, *(len(one.parts) for _, _, one in parts)])
+        """The first of the parts of each linear."""
+        first_rank = 0
         for index, ((_, site, _), plan) in enumerate(zip(parts, plans, strict=True)):
             a = int(ends[index])
             b = a + plan.length_of_a * dtype.itemsize
             self.adapted[index] = a, b, first_rank * 4, plan.spans.ctypes.data, len(plan.scales), 0
-            self.sites[index] = plan.native(first_part * _LOW_RANK.itemsize, dtype, sites.number_of[site])
-            first_part, first_rank = first_part + len(plan.added.parts), first_rank + len(plan.scales)
+            self.sites[index] = plan.native(self.first_parts[index] * _LOW_RANK.itemsize, dtype, sites.number_of[site])
+            first_rank += len(plan.scales)
 
 
 class PackedAdapter:
     """One rank's share of an adapter. `native` and its arrays live as long as this."""
 
-    def __init__(self, library: CDLL, plan: AdapterPlan, content: memoryview, memory: mmap.mmap) -> None:
-        """`content`: of the file. `memory`: of at least `plan.num_bytes`, for all packed matrices: small ones by
-        themselves would get small pages. It touches nothing that a step uses.
+    def __init__(self, library: CDLL, plan: AdapterPlan, content: FileContent, memory: mmap.mmap) -> None:
+        """`content`: of the file; what is there is packed while the rest is read. `memory`: of at least
+        `plan.num_bytes`, for all packed matrices: small ones by themselves would get small pages. It touches nothing
+        that a step uses.
         """
         self._library, self._plan, self.memory = library, plan, memory
         self.num_bytes = plan.num_bytes
@@ -82,25 +88,30 @@ class PackedAdapter:
         judges them.
         """
 
-    def compare(self, content: memoryview) -> dict[str, list[Difference]]:
+    def compare(self, content: FileContent) -> dict[str, list[Difference]]:
         """The differences once more, as it is packed now."""
         return self._load(content, packs=False)
 
-    def _load(self, content: memoryview, *, packs: bool) -> dict[str, list[Difference]]:
+    def _load(self, content: FileContent, *, packs: bool) -> dict[str, list[Difference]]:
         plan, parts, sites = self._plan, self._plan.parts.copy(), self._plan.sites.copy()
-        address = np.frombuffer(content, dtype=np.uint8).ctypes.data
+        address = np.frombuffer(content.there(1), dtype=np.uint8).ctypes.data
         parts["a"] += address
         parts["b"] += address
         sites["parts"] += parts.ctypes.data
-        found = np.empty((len(parts), 3), dtype=np.float32)
-        arrays = sites.ctypes.data, self.linears.ctypes.data, len(sites)
-        outcome = self._library.native_load_adapter(*arrays, DTYPES[plan.dtype], packs, found.ctypes.data)
-        check_outcome(outcome, "an adapter")
+        found, done = np.empty((len(parts), 3), dtype=np.float32), 0
+        while done < len(sites):
+            there = len(content.there(int(plan.ends[done])))
+            reached = int(np.searchsorted(plan.ends, there, side="right"))
+            arrays = sites[done:].ctypes.data, self.linears.ctypes.data, reached - done, DTYPES[plan.dtype], packs
+            outcome = self._library.native_load_adapter(*arrays, found[plan.first_parts[done] :].ctypes.data)
+            check_outcome(outcome, "an adapter")
+            done = reached
         rows, differences = iter(found.tolist()), dict[str, list[Difference]]()
         for place, count in plan.places:
             some = [Difference(*next(rows)) for _ in range(count)]
-            others = differences.get(place, some)  # of the place's other outputs
-            differences[place] = [one.with_other(other) for one, other in zip(some, others, strict=True)]
+            if (others := differences.get(place)) is not None:  # of the place's other outputs
+                some = [one.with_other(other) for one, other in zip(some, others, strict=True)]
+            differences[place] = some
         return differences
 
 

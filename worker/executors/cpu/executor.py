@@ -3,7 +3,6 @@
 import ctypes
 from collections.abc import Mapping
 from contextlib import suppress
-from ctypes import byref
 from dataclasses import replace
 from typing import Any, Final
 
@@ -12,10 +11,11 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.executors.adapters import AdaptedLinear
+from holdfast.worker.executors.adapters import AdaptedLinear, FileContent
 from holdfast.worker.executors.cpu.adapters import AdapterPlan, PackedAdapter
 from holdfast.worker.executors.cpu.cache import KEPT_AS_INT8, BlockForm, TiledCache, last_block
-from holdfast.worker.executors.cpu.exchange import Exchange, check_step, meet, segments_with_sums, tree_sum
+from holdfast.worker.executors.cpu.decoder import Decoder
+from holdfast.worker.executors.cpu.exchange import segments_with_sums, tree_sum
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
 from holdfast.worker.executors.cpu.library import class_of, kept_forms, load_library
 from holdfast.worker.executors.cpu.linear_structures import NativeLinear
@@ -34,8 +34,6 @@ from holdfast.worker.executors.step_batch import StepBatch
 from holdfast.worker.executors.step_sampler import HeadOutput
 from holdfast.worker.executors.tensor_parallel import TensorParallelGroup
 from holdfast.worker.model_info import Window
-
-_FEWEST_ROWS: Final = 64
 
 
 class CpuExecutor:
@@ -72,8 +70,7 @@ class CpuExecutor:
         self._dtype = layout.dtype
         self._vocab_size = layout.vocab_size
         self._hidden = layout.hidden_size
-        self._decoder: int | None = None
-        self._exchange: Exchange | None = None
+        self._decoder: Decoder | None = None
         self._cache: TiledCache | None = None
         self._states: StateCache | None = None
         self._state_layers = [index for index, layer in enumerate(layout.layers) if layer.state is not None]
@@ -85,8 +82,6 @@ class CpuExecutor:
         self._rows = self.packed.model.vocab_rows
         self._num_segments = 3 * len(self.packed.layers) + 2
         self._sums = segments_with_sums(layout)
-        self._in_one_call = group.size == 1
-        """Whether the library itself adds what ranks have: then all ranks know the tokens that a step has drawn."""
         self._layers_done = ctypes.c_long(0)
         self.keeps_hidden = False
         """Whether each step leaves the residual stream of all its rows in `hidden`. The same on all ranks."""
@@ -101,10 +96,16 @@ class CpuExecutor:
         arena = arena_for(layout, f"{self.instruction_class} {kept}") if uses_up else Arena()
         assert self.pool.handle is not None, "it has just begun"
         try:
-            return PackedModel(layout, self._library, self.pool.handle, uses_up=uses_up, arena=arena, **kept, **others)
+            packed = PackedModel(
+                layout, self._library, self.pool.handle, uses_up=uses_up, arena=arena, **kept, **others
+            )
         except NotFiniteError:
             self.close()
             raise
+        model = packed.model
+        model.tensor_parallel_size, model.vocab_size = self._group.size, self._vocab_size
+        model.first_vocab_row = self._group.rank * model.vocab_rows
+        return packed
 
     @property
     def tensor_parallel_size(self) -> int:
@@ -122,15 +123,9 @@ class CpuExecutor:
             self.pool.close()
 
     def _drop_decoder(self) -> None:
-        if self._decoder:
-            if self._library.native_decoder_destroy(self._decoder):
-                raise ReplicaError("a step runs: its memory cannot be freed")
+        if self._decoder is not None:
+            self._decoder.close()
             self._decoder = None
-            self.pool.end_use()
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
-            self._in_one_call = self._group.size == 1
 
     def __del__(self) -> None:
         if getattr(self, "pool", None):
@@ -161,7 +156,7 @@ class CpuExecutor:
     @property
     def shares_memory(self) -> bool:
         """Whether sums over ranks go through memory that they share. Only once steps have run."""
-        return self._exchange is not None
+        return self._decoder is not None and self._decoder.shares_memory
 
     def layers_done(self) -> int:
         """Layers that have been run since the start, also while a step runs. Safe to call from any thread."""
@@ -220,25 +215,16 @@ class CpuExecutor:
             self._cache.close()
         self._cache = None
 
-    def _make_room(self, num_rows: int) -> None:
-        """A decoder whose buffers hold a step of this many rows. They take memory only once they are written to.
+    def _decoder_for(self, num_rows: int) -> Decoder:
+        if self._decoder is None or num_rows > self._decoder.max_rows:
+            self._drop_decoder()
+            self._decoder = Decoder(self.packed, self._group, self.pool, num_rows)
+        return self._decoder
 
-        All ranks have run the same steps, so all make theirs in the same step.
-        """
-        model = self.packed.model
-        self._drop_decoder()
-        if num_rows > model.max_rows:
-            model.max_rows = max(num_rows, 2 * model.max_rows, _FEWEST_ROWS)
-        model.tensor_parallel_size = self._group.size
-        model.first_vocab_row = self._group.rank * self._rows
-        model.vocab_size = self._vocab_size
-        self._exchange = meet(self._group, model, self._library)
-        self._in_one_call = self._group.size == 1 or self._exchange is not None
-        self._decoder = self._library.native_decoder_create(byref(model), self.packed.dtype, self.pool.handle)
-        if not self._decoder:
-            raise ReplicaError(f"out of memory for a step of {num_rows} tokens")
-        self.pool.begin_use()
-        self._stride = self._library.native_decoder_stride(self._decoder)
+    @property
+    def _in_one_call(self) -> bool:
+        """Whether the library itself adds what ranks have: then all ranks know the tokens that a step has drawn."""
+        return self._group.size == 1 or self.shares_memory
 
     def run(self, batch: StepBatch, *, with_logits: bool, inputs: Tensor | None = None) -> HeadOutput:
         """One step, of all ranks together, or the number of steps in the batch. `inputs` [rows, hidden], of one step on
@@ -271,40 +257,39 @@ class CpuExecutor:
         return self._in_one_call and not self.keeps_hidden
 
     def _run_one(self, batch: StepBatch, with_logits: bool, inputs: Tensor | None) -> HeadOutput:
-        step = self._begin(batch, with_logits)
+        step, decoder = self._begin(batch, with_logits)
         if inputs is not None:
-            self._residual(len(inputs)).copy_(inputs)
-            self._go(1, self._num_segments)
+            decoder.residual(len(inputs)).copy_(inputs)
+            decoder.run(1, self._num_segments)
         elif self._in_one_call:
-            self._go(0, self._num_segments)
+            decoder.run(0, self._num_segments)
         else:
-            self._go_together(len(batch.token_ids), 0, self._num_segments)
+            self._run_together(decoder, len(batch.token_ids), 0, self._num_segments)
         return self._output(step)
 
     def _run_several(self, batch: StepBatch) -> HeadOutput:
         """Runs the batch's number of steps, each with the tokens of the one before."""
         assert len(batch.logits_rows) == len(batch.token_ids), "several steps are decodes"
         batch = replace(batch, token_ids=batch.token_ids.copy(), first_positions=batch.first_positions.copy())
-        step = self._begin(batch, with_logits=False)
-        self._go(0, self._num_segments)
+        step, decoder = self._begin(batch, with_logits=False)
+        decoder.run(0, self._num_segments)
         drawn = [step.best.tolist()]
         for _ in range(1, batch.num_steps):
             batch.token_ids[:] = step.best
             batch.first_positions += 1
-            self._prepare(step)
-            self._go(0, self._num_segments)
+            decoder.begin(step)
+            decoder.run(0, self._num_segments)
             drawn.append(step.best.tolist())
         return HeadOutput(None, None, steps=drawn)
 
-    def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> RunningStep:
+    def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> tuple[RunningStep, Decoder]:
         if batch.token_ids.view(np.uint64).max(initial=0) >= self._vocab_size:  # negative ones are large numbers so
             raise ReplicaError(f"a step has a token beyond the vocabulary of {self._vocab_size}")
         if self._state_layers:
             assert self._states is not None, "states are allocated before steps run"
             assert len(batch.state_slots) == len(batch.num_tokens), "each sequence of a step has a slot"
         num_rows = max(len(batch.token_ids), len(batch.logits_rows) + len(batch.pooled_rows))
-        if not self._decoder or num_rows > self.packed.model.max_rows:
-            self._make_room(num_rows)
+        decoder = self._decoder_for(num_rows)
         step = RunningStep(batch, ctypes.addressof(self._layers_done))
         if with_logits or not self._in_one_call:
             step.ask_for_logits(self._own_logits.of(step.num_drawn, self._rows))
@@ -313,7 +298,7 @@ class CpuExecutor:
             step.ask_for_block_best(self._block_best.of(*blocks))
             if batch.with_masses:
                 step.ask_for_block_mass(self._block_mass.of(*blocks))
-        if with_logits and self._exchange is not None:
+        if with_logits and decoder.shares_memory:
             step.ask_for_all_logits(self._all_logits.of(step.num_drawn, self._vocab_size))
         if batch.adapter_slots.size:
             step.add_adapters({slot: adapter.native for slot, adapter in self._adapters.items()})
@@ -323,12 +308,8 @@ class CpuExecutor:
             self.hidden = self._hidden_rows.of(len(batch.token_ids), self._hidden)
             step.ask_for_hidden(self.hidden)
         step.native.first_layer = first_layer
-        self._prepare(step)
-        return step
-
-    def _prepare(self, step: RunningStep) -> None:
-        if self._library.native_decoder_begin(self._decoder, byref(step.native)):
-            raise ReplicaError("there is no memory for a step")
+        decoder.begin(step)
+        return step, decoder
 
     def _output(self, step: RunningStep) -> HeadOutput:
         if step.logits is None:
@@ -337,29 +318,13 @@ class CpuExecutor:
             return HeadOutput(step.logits, None, step.block_best, step.block_mass, pooled=step.pooled)
         return HeadOutput(self._group.all_gather(step.logits)[:, : self._vocab_size], None, pooled=step.pooled)
 
-    def _go(self, first: int, end: int, finished_layer: int = -1) -> None:
-        outcome = self._library.native_decoder_run(self._decoder, first, end, finished_layer)
-        if outcome:
-            check_step(outcome)
-
-    def _go_together(self, num_rows: int, first: int, end: int) -> None:
+    def _run_together(self, decoder: Decoder, num_rows: int, first: int, end: int) -> None:
         """Segment by segment, with a sum over ranks after each that leaves one."""
         for segment in range(first, end):
-            self._go(segment, segment + 1)
+            decoder.run(segment, segment + 1)
             if segment in self._sums:
-                columns = self._hidden if self.packed.model.sum_parts == 1 else self._stride
-                partial = self._view(self._library.native_decoder_partial(self._decoder), num_rows, columns)
+                partial = decoder.partial(num_rows)
                 partial.copy_(tree_sum(self._group, partial))
-
-    def _view(self, address: int, num_rows: int, columns: int) -> Tensor:
-        """[num_rows, columns] of the decoder's own memory."""
-        count = num_rows * self._stride
-        memory = (ctypes.c_float * count).from_address(address)
-        rows: Tensor = torch.frombuffer(memory, dtype=torch.float32).view(num_rows, self._stride)
-        return rows[:, :columns]
-
-    def _residual(self, num_rows: int) -> Tensor:
-        return self._view(self._library.native_decoder_residual(self._decoder), num_rows, self._hidden)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -373,7 +338,7 @@ class CpuExecutor:
         """Plan of packing adapters of one form, by the places of their linears. Safe to call from any thread."""
         return AdapterPlan(self.packed.sites, adapted, self._dtype)
 
-    def pack_adapter(self, plan: AdapterPlan, content: memoryview) -> PackedAdapter:
+    def pack_adapter(self, plan: AdapterPlan, content: FileContent) -> PackedAdapter:
         """This rank's share of an adapter, from the content of its file. Safe to call from any thread, at any time."""
         return PackedAdapter(self._library, plan, content, self._spare.take(plan.num_bytes))
 
@@ -391,12 +356,12 @@ class CpuExecutor:
         """
         if (source := self._kv_sources[index]) is not None:
             self.run_layer(source, x, batch)
-        step = self._begin(batch, False, first_layer=index)
-        (residual := self._residual(len(x))).copy_(x)
+        step, decoder = self._begin(batch, False, first_layer=index)
+        (residual := decoder.residual(len(x))).copy_(x)
         if self._in_one_call:
-            self._go(3 * index + 1, 3 * index + 4, index)
+            decoder.run(3 * index + 1, 3 * index + 4, index)
         else:
-            self._go_together(len(x), 3 * index + 1, 3 * index + 4)
-            self._go(0, 0, index)
+            self._run_together(decoder, len(x), 3 * index + 1, 3 * index + 4)
+            decoder.run(0, 0, index)
         del step  # its arrays are read until here
         return residual.clone()

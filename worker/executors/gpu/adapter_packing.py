@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.adapters import AdaptedLinear, Difference, LowRank
+from holdfast.worker.executors.adapters import AdaptedLinear, Difference, FileContent, LowRank
 from holdfast.worker.executors.gpu.adapter_launches import (
     RANKS,
     WORDS,
@@ -93,7 +93,7 @@ def _module(place: str) -> str:
 class DeviceAdapter:
     """One rank's share of an adapter."""
 
-    def __init__(self, plan: DevicePlan, content: memoryview, like: Tensor, launches: AdapterLaunches) -> None:
+    def __init__(self, plan: DevicePlan, content: FileContent, like: Tensor, launches: AdapterLaunches) -> None:
         """`content`: of the file. `like`: of the model's dtype, on the device. It touches nothing that a step uses."""
         self._launches, self._like = launches, like
         self.places = plan.places
@@ -114,7 +114,7 @@ class DeviceAdapter:
         judges them.
         """
 
-    def compare(self, content: memoryview) -> dict[str, list[Difference]]:
+    def compare(self, content: FileContent) -> dict[str, list[Difference]]:
         """The differences once more, as it is packed now."""
         return _differences(self.places, [self._load(place, content, packs=False) for place in self.places])
 
@@ -125,12 +125,13 @@ class DeviceAdapter:
         b = self.numbers[place.first_of_b :][: site.num_outputs * place.width].view(-1, place.width)
         return a, b
 
-    def _load(self, place: _Place, content: memoryview, *, packs: bool) -> Tensor:
+    def _load(self, place: _Place, content: FileContent, *, packs: bool) -> Tensor:
         """Packs the matrices of one linear, or only proves them: [parts, 3], float64."""
         added, device = place.added, self.numbers.device
         part_of = torch.from_numpy(added.part_of).to(device)
         rows, columns = (torch.from_numpy(each).to(device) for each in (added.rows, added.columns))
-        matrices = [_in_file(part, content, device) for part in added.parts]
+        there = content.there(added.end)
+        matrices = [_in_file(part, there, device) for part in added.parts]
         if packs:
             self._pack(place, matrices, part_of, rows, columns)
         probe = added.probe.to(device).to(self._like.dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.executors.adapters import EMBEDDING, AdaptedLinear
+from holdfast.worker.executors.adapters import EMBEDDING, AdaptedLinear, FileContent
 from holdfast.worker.executors.gpu.adapter_launches import (
     RANKS,
     WORDS,
@@ -68,12 +68,13 @@ class DeviceAdapters:
         """The slots, from 0 on, that steps of up to `max_rows` tokens use from now on."""
         self._table = self._table.new_zeros((num_slots, *self._table.shape[1:]))
         self._resident.clear()
+        self._on_growth()
         self.fit(max_rows, wait)
         self._warm_up()
 
     def fit(self, max_rows: int, wait: StepWait) -> None:
-        """Makes the arrays of steps of this many tokens, if there are slots. Those of smaller ones are not valid."""
-        if len(self._table):
+        """Makes the arrays of steps of this many tokens, if there are slots and those that there are are smaller."""
+        if len(self._table) and 2 * max_rows > len(self._on_device):
             self._staging = Staging(2 * max_rows, self._device, wait)
             self._on_device = torch.zeros(2 * max_rows, dtype=torch.int32, device=self._device)
             most = max(site.most_inner for place, site in self._sites.items() if place != EMBEDDING)  # it is looked up
@@ -93,7 +94,7 @@ class DeviceAdapters:
         """Plan of packing adapters of one form. Raises `ConfigurationError` for a linear that takes none here."""
         return DevicePlan(self._sites, adapted)
 
-    def pack(self, plan: DevicePlan, content: memoryview) -> DeviceAdapter:
+    def pack(self, plan: DevicePlan, content: FileContent) -> DeviceAdapter:
         """Copies an adapter to the device and compares it. Raises `ConfigurationError` where there is no memory."""
         with self._entered():
             try:

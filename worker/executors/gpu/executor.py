@@ -2,41 +2,32 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from holdfast.worker.draws import DrawParams
-from holdfast.worker.executors.adapters import AdaptedLinear
+from holdfast.worker.executors.adapters import AdaptedLinear, FileContent
 from holdfast.worker.executors.gpu.adapter_packing import DeviceAdapter, DevicePlan
 from holdfast.worker.executors.gpu.adapters import DeviceAdapters
 from holdfast.worker.executors.gpu.draw_launches import DrawnTokens
 from holdfast.worker.executors.gpu.fp8_proof import fp8_difference
 from holdfast.worker.executors.gpu.graphs import (
-    BUCKETS,
     AllBuffers,
     Capture,
     DecodeGraphs,
     Readback,
     Reading,
     StepWait,
-    bucket_of,
     cuda_capture,
 )
-from holdfast.worker.executors.gpu.launches import (
-    SPLIT_KEYS,
-    Launch,
-    Launches,
-    StepTensors,
-    rounded_splits,
-    triton_launch,
-)
+from holdfast.worker.executors.gpu.launches import Launch, Launches, StepTensors, triton_launch
 from holdfast.worker.executors.gpu.layers import DeviceLayers, kv_spec
 from holdfast.worker.executors.gpu.rank_exchange import Share, choose_exchange
-from holdfast.worker.executors.gpu.sampler import DeviceSampler, Drawing, plain_draws
-from holdfast.worker.executors.gpu.step_arrays import StepArrays
+from holdfast.worker.executors.gpu.sampler import DeviceSampler, Drawing
+from holdfast.worker.executors.gpu.step_inputs import BegunStep, HeadShapes, StepInputs
+from holdfast.worker.executors.gpu.warm_up import capture_decode_steps, compile_pending
 from holdfast.worker.executors.gpu.weights import DeviceWeights
 from holdfast.worker.executors.kv_cache import KVCache
 from holdfast.worker.executors.layout import DecoderLayout, attention_of
@@ -123,11 +114,8 @@ class GpuExecutor:
             self._layers.buffers, launch=launch, capture=capture, drawn=self._drawn, wait=self._wait
         )
         attentions = [attention_of(layer) for layer in layout.layers]
-        attention = attentions[0]
-        self._query_group = attention.num_heads // attention.num_kv_heads
-        self._fewest_kv_heads = min(one.num_kv_heads for one in attentions)
-        self._head_dim = max(one.head_dim for one in attentions)
-        self._arrays: StepArrays | None = None
+        self._head_shapes = HeadShapes.of(attentions)
+        self._inputs: StepInputs | None = None
         self._cache: KVCache | None = None
         self._specs = [kv_spec(one) for one in attentions]
         self._in_fp8 = False
@@ -161,7 +149,7 @@ class GpuExecutor:
         all bits.
         """
         cache = self._cache_of()
-        step, _, _ = self._prepare(batch, cache.block_size, pads=False)
+        step = self._begin(batch, pads=False).tensors
         return fp8_difference(self._layout, self._layers, step, int(batch.block_ids.max()) + 1, cache.block_size)
 
     def layers_done(self) -> int:
@@ -174,7 +162,14 @@ class GpuExecutor:
         self._cache = KVCache.allocate(
             self._specs, num_blocks, block_size, self._layout.dtype, self._device, in_fp8=self._in_fp8
         )
-        self._make_arrays(self._max_rows)
+        self._inputs = StepInputs(
+            self._head_shapes,
+            max_rows=self._max_rows,
+            max_positions=self._max_positions,
+            block_size=block_size,
+            device=self._device,
+            wait=self._wait,
+        )
         return self._cache
 
     def state_bytes(self, num_drafts: int) -> int:
@@ -188,7 +183,7 @@ class GpuExecutor:
         self._graphs.clear()
         self._adapted_graphs.clear()
         self._sampler.close()
-        self._cache = None
+        self._cache = self._inputs = None
 
     def free_logits(self) -> None:
         """Does nothing: logits are read from a buffer that stays."""
@@ -206,7 +201,8 @@ class GpuExecutor:
         cache = self._cache_of()
         if batch.block_copies.size:
             cache.copy(*torch.from_numpy(batch.block_copies).to(self._device))
-        step, wanted, key = self._prepare(batch, cache.block_size)
+        begun = self._begin(batch)
+        step, wanted, key = begun.tensors, begun.wanted, begun.key
         if batch.has_pending:
             self._put_in_pending(step.token_ids)
         self._num_drawn = int(batch.num_draws.sum()) if with_logits else 0
@@ -300,7 +296,7 @@ class GpuExecutor:
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
         """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their slots."""
         cache = self._cache_of()
-        step, _, _ = self._prepare(batch, cache.block_size, pads=False)
+        step = self._begin(batch, pads=False).tensors
         out: Tensor = self._layers.run_layer(index, x.to(self._device), step, cache).clone()
         return out
 
@@ -314,28 +310,15 @@ class GpuExecutor:
             else:
                 self._layers.find_best(logits)
 
-    def _prepare(
-        self, batch: StepBatch, block_size: int, *, pads: bool = True
-    ) -> tuple[StepTensors, Tensor, tuple[object, ...] | None]:
-        """The step on the device, its wanted rows, and the key of its graph if it has one."""
-        count, num_wanted = len(batch.token_ids), len(batch.logits_rows)
-        if self._arrays is None or max(count, num_wanted) > self._arrays.max_rows:
-            self._max_rows = max(count, num_wanted, self._max_rows)
-            self._make_arrays(self._max_rows)
-        arrays = self._arrays
-        assert arrays is not None
-        tiles = arrays.tiles_of(batch)
-        bucket = bucket_of(count) if pads and self._is_decode(batch) else None
-        if bucket is None:
-            arrays.fill(batch, count, tiles, block_size)
-            adapted = self._adapters.begin(batch, count, num_wanted, in_graph=False)
-            step = arrays.tensors(count, len(tiles.narrow), len(tiles.wide), (tiles.narrow_splits, tiles.wide_splits))
-            return replace(step, adapted=adapted), arrays.wanted[:num_wanted], None
-        splits = self._splits_of_graph(bucket, tiles.narrow_splits)
-        arrays.fill(batch, bucket, tiles, block_size)
-        adapted = self._adapters.begin(batch, bucket, bucket, in_graph=True)
-        step = replace(arrays.tensors(bucket, bucket, 0, (splits, 0)), adapted=adapted)
-        return step, arrays.wanted[:bucket], (bucket, splits)
+    def _begin(self, batch: StepBatch, *, pads: bool = True) -> BegunStep:
+        """Sends a step, padded to the rows of its graph if it has one."""
+        inputs = self._inputs_of()
+        begun = inputs.begin_padded(batch) if pads and self._graphs.are_used and batch.is_decode else None
+        begun = begun or inputs.begin(batch)
+        self._adapters.fit(inputs.max_rows, self._wait)
+        num_rows, num_wanted = begun.tensors.num_rows, len(begun.wanted)
+        adapted = self._adapters.begin(batch, num_rows, num_wanted, in_graph=begun.key is not None)
+        return begun if adapted is None else replace(begun, tensors=replace(begun.tensors, adapted=adapted))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -352,7 +335,7 @@ class GpuExecutor:
         """
         return self._adapters.plan(adapted)
 
-    def pack_adapter(self, plan: DevicePlan, content: memoryview) -> DeviceAdapter:
+    def pack_adapter(self, plan: DevicePlan, content: FileContent) -> DeviceAdapter:
         """This rank's share of an adapter, from the content of its file. Safe to call from any thread, at any time."""
         return self._adapters.pack(plan, content)
 
@@ -362,13 +345,6 @@ class GpuExecutor:
 
     def _forget_adapted(self) -> None:
         self._adapted_graphs.clear()
-
-    def _is_decode(self, batch: StepBatch) -> bool:
-        """Whether a step is of a kind that has graphs."""
-        return self._graphs.are_used and batch.is_decode
-
-    def _splits_of_graph(self, num_rows: int, num_splits: int) -> int:
-        return rounded_splits(num_rows, self._fewest_kv_heads, num_splits, self._max_positions)
 
     def warm_up(self, max_rows: int) -> None:
         """Captures all graphs of decode steps of up to `max_rows` sequences, and compiles what puts their tokens into
@@ -381,22 +357,9 @@ class GpuExecutor:
             if self._group.rank == 0 and self._device.type != "cpu":
                 self._sampler.warm_up(torch.zeros((max_rows, self._layout.vocab_size), device=self._device))
             return
-        cache, most = self._cache_of(), -(-self._max_positions // SPLIT_KEYS)
-        last = bucket_of(max_rows) or BUCKETS[-1]
-        for num_rows in (bucket for bucket in reversed(BUCKETS) if bucket <= last):
-            counts = {self._splits_of_graph(num_rows, 1 << power): 1 << power for power in range(most.bit_length() + 1)}
-            for num_splits in sorted(counts.values(), reverse=True):
-                context = min(self._max_positions, num_splits * SPLIT_KEYS)
-                batch = StepBatch.decoding(num_rows, context, cache.block_size)
-                for with_logits in (True, False):
-                    self.launch(batch, with_logits=with_logits)
-                batch.draws = partial(plain_draws, num_rows)
-                self.launch(batch, with_logits=True)
-            logits = self._logits(Launched(num_rows, num_rows, with_logits=True))
-            if logits is not None:
-                self._sampler.warm_up(logits)
-            self._meet()
-        self._warm_up_pending(cache.block_size)
+        cache = self._cache_of()
+        capture_decode_steps(self, self._inputs_of(), self._sampler, max_rows, self._meet)
+        compile_pending(self, self._sampler, cache.block_size)
         cache.clear(torch.zeros(1, dtype=torch.int64))
 
     def _meet(self) -> None:
@@ -404,27 +367,13 @@ class GpuExecutor:
         if self._group.size > 1:
             self._group.all_gather(torch.zeros(1), dim=0)
 
-    def _warm_up_pending(self, block_size: int) -> None:
-        """A step that goes on from the best token of the one before, and one from a token that the leader has drawn."""
-        batch = StepBatch.decoding(1, 1, block_size)
-        after = replace(batch, token_ids=batch.token_ids - 1)
-        self.launch(batch, with_logits=False)
-        self.launch(after, with_logits=True)
-        logits = self._logits(Launched(1, 1, with_logits=True))
-        if logits is not None:
-            self._sampler.launch(logits, plain_draws(1))
-        self.launch(after, with_logits=False)
-
     def _cache_of(self) -> KVCache:
         assert self._cache is not None, "a cache is allocated before steps run"
         return self._cache
 
-    def _make_arrays(self, max_rows: int) -> None:
-        assert self._cache is not None, "a cache is allocated before steps run"
-        max_blocks = -(-self._max_positions // self._cache.block_size)
-        self._graphs.clear()
-        self._adapters.fit(max_rows, self._wait)
-        self._arrays = StepArrays(max_rows, max_blocks, self._query_group, self._head_dim, self._device, self._wait)
+    def _inputs_of(self) -> StepInputs:
+        assert self._inputs is not None, "a cache is allocated before steps run"
+        return self._inputs
 
 
 assert NO_TOKEN == -1, "the kernel of the best token says -1"

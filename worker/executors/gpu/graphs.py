@@ -72,6 +72,12 @@ def bucket_of(num_rows: int) -> int | None:
     return next((bucket for bucket in BUCKETS if num_rows <= bucket), None)
 
 
+def buckets_up_to(max_rows: int) -> list[int]:
+    """The rows of all graphs that steps of up to `max_rows` rows run in, most first: later ones use their memory."""
+    last = bucket_of(max_rows) or BUCKETS[-1]
+    return [bucket for bucket in reversed(BUCKETS) if bucket <= last]
+
+
 class DecodeGraphs:
     """The graphs of one executor, by what of a step is fixed in them."""
 

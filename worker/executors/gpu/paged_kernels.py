@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.executors.gpu.graphs import BUCKETS, StepWait, bucket_of
+from holdfast.worker.executors.gpu.graphs import StepWait
 from holdfast.worker.executors.gpu.kernels.heads import write_pages
 from holdfast.worker.executors.gpu.launches import (
     MAX_OUTSIDE_SPLITS,
@@ -19,10 +19,10 @@ from holdfast.worker.executors.gpu.launches import (
     Launches,
     SplitSpace,
     StepTensors,
-    rounded_splits,
     triton_launch,
 )
-from holdfast.worker.executors.gpu.step_arrays import StepArrays, tile_columns
+from holdfast.worker.executors.gpu.step_arrays import tile_columns
+from holdfast.worker.executors.gpu.step_inputs import BegunStep, HeadShapes, StepInputs
 from holdfast.worker.executors.kv_cache import KVSpec, LayerCache
 from holdfast.worker.executors.layout import Attention
 from holdfast.worker.executors.layout_arithmetic import next_power
@@ -72,53 +72,34 @@ class PagedKernels:
             raise ValueError(f"blocks of {block_size} tokens neither divide {TILE_TOKENS} nor are a multiple of it")
         self._launch = launch
         self._launches = Launches(launch)
-        self._device = device
-        self._wait = StepWait(step_limit_s)
-        self._block_size = block_size
-        self._max_positions = max_positions
-        self._group = max(spec.num_heads // spec.num_kv_heads for spec in specs)  # its tiles hold those of others
-        self._fewest_kv_heads = min(spec.num_kv_heads for spec in specs)
-        self._head_dim = max(max(spec.key_dim, spec.value_dim) for spec in specs)
-        self._arrays = self._make_arrays(max_rows)
-        self._decode_arrays = self._make_arrays(BUCKETS[-1])
-        self._space = self._make_space()
-        self.step: StepTensors
-        """The step that was begun last."""
-        self.wanted: Tensor
-        """[rows], int32: those of its rows whose logits are wanted; padding says row 0."""
+        shapes = HeadShapes(
+            query_group=max(spec.num_heads // spec.num_kv_heads for spec in specs),
+            fewest_kv_heads=min(spec.num_kv_heads for spec in specs),
+            head_dim=max(max(spec.key_dim, spec.value_dim) for spec in specs),
+        )
+        self.inputs = StepInputs(
+            shapes,
+            max_rows=max_rows,
+            max_positions=max_positions,
+            block_size=block_size,
+            device=device,
+            wait=StepWait(step_limit_s),
+        )
+        self._space = _split_space(shapes, max_positions, device)
+        self._step: StepTensors
 
-    def begin(self, batch: StepBatch) -> None:
-        """The layers that follow run on this step, as it is."""
-        count, num_wanted = len(batch.token_ids), len(batch.logits_rows)
-        if max(count, num_wanted) > self._arrays.max_rows:
-            self._arrays = self._make_arrays(max(count, num_wanted))
-        arrays = self._arrays
-        tiles = arrays.tiles_of(batch)
-        arrays.fill(batch, count, tiles, self._block_size)
-        splits = (tiles.narrow_splits, tiles.wide_splits)
-        self.step = arrays.tensors(count, len(tiles.narrow), len(tiles.wide), splits)
-        self.wanted = arrays.wanted[: max(1, num_wanted)]
+    def begin(self, batch: StepBatch) -> BegunStep:
+        """The layers that follow run on this step, as it is. At least one row is wanted: layers need one."""
+        begun = self.inputs.begin(batch, fewest_wanted=1)
+        self._step = begun.tensors
+        return begun
 
-    def begin_padded(self, batch: StepBatch) -> tuple[int, int] | None:
-        """Begins a step in which each sequence has one token, padded to the rows of a graph. Returns the key of its
-        graph: its rows, and the number of key splits that it launches. None: it has too many rows for any.
-        """
-        bucket = bucket_of(len(batch.token_ids))
-        if bucket is None:
-            return None
-        arrays = self._decode_arrays
-        tiles = arrays.tiles_of(batch)
-        splits = self._splits_of_graph(bucket, tiles.narrow_splits)
-        arrays.fill(batch, bucket, tiles, self._block_size)
-        self.step = arrays.tensors(bucket, bucket, 0, (splits, 0))
-        self.wanted = arrays.wanted[:bucket]
-        return bucket, splits
-
-    def contexts(self, bucket: int) -> list[int]:
-        """Context lengths that lead to all graphs of this many rows, longest first."""
-        most = -(-self._max_positions // SPLIT_KEYS)
-        counts = {self._splits_of_graph(bucket, 1 << power): 1 << power for power in range(most.bit_length() + 1)}
-        return [min(self._max_positions, count * SPLIT_KEYS) for count in sorted(counts.values(), reverse=True)]
+    def begin_padded(self, batch: StepBatch) -> BegunStep | None:
+        """Likewise, padded to the rows of a graph; None: it has too many rows for any, and nothing has begun."""
+        begun = self.inputs.begin_padded(batch)
+        if begun is not None:
+            self._step = begun.tensors
+        return begun
 
     def write(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
         """key [num_kv_heads, T, key_dim] and value [num_kv_heads, T, value_dim] go to the step's slots."""
@@ -129,7 +110,7 @@ class PagedKernels:
             "value": value,
             "keys": layer.keys,
             "values": layer.values,
-            "slots": self.step.slots,
+            "slots": self._step.slots,
             "key_head_stride": key.stride(0),
             "key_row_stride": key.stride(1),
             "value_head_stride": value.stride(0),
@@ -140,7 +121,7 @@ class PagedKernels:
             "VALUE_DIM": spec.value_dim,
             "VALUE_DIMS": next_power(spec.value_dim),
         }
-        self._launch(write_pages, (self.step.num_rows, spec.num_kv_heads), arguments, num_warps=1, num_stages=1)
+        self._launch(write_pages, (self._step.num_rows, spec.num_kv_heads), arguments, num_warps=1, num_stages=1)
 
     def attend(self, layer: LayerCache, query: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
         """query [T, num_heads, key_dim], sinks [num_heads] -> [T, num_heads, value_dim]. The keys are written.
@@ -162,19 +143,13 @@ class PagedKernels:
         )
         rows = query.reshape(num_rows, -1).contiguous()  # they may be a part of a wider projection
         out = query.new_empty(num_rows, spec.num_heads, spec.value_dim)
-        self._launches.attend(attention, rows, layer, self.step, self._space, out)
+        self._launches.attend(attention, rows, layer, self._step, self._space, out)
         return out
 
-    def _splits_of_graph(self, bucket: int, num_splits: int) -> int:
-        return rounded_splits(bucket, self._fewest_kv_heads, num_splits, self._max_positions)
 
-    def _make_arrays(self, max_rows: int) -> StepArrays:
-        max_blocks = -(-self._max_positions // self._block_size)
-        return StepArrays(max_rows, max_blocks, self._group, self._head_dim, self._device, self._wait)
-
-    def _make_space(self) -> SplitSpace:
-        """Memory for the sums of splits; empty if no context has two splits."""
-        _, widest = tile_columns(self._group, self._head_dim)
-        columns = MAX_OUTSIDE_SPLITS * widest if self._max_positions > SPLIT_KEYS else 1
-        sizes = (columns * max(16, next_power(self._head_dim)), columns, columns)
-        return SplitSpace(*(torch.empty(size, dtype=torch.float32, device=self._device) for size in sizes))
+def _split_space(shapes: HeadShapes, max_positions: int, device: torch.device) -> SplitSpace:
+    """Memory for the sums of splits; empty if no context has two splits."""
+    _, widest = tile_columns(shapes.query_group, shapes.head_dim)
+    columns = MAX_OUTSIDE_SPLITS * widest if max_positions > SPLIT_KEYS else 1
+    sizes = (columns * max(16, next_power(shapes.head_dim)), columns, columns)
+    return SplitSpace(*(torch.empty(size, dtype=torch.float32, device=device) for size in sizes))

@@ -1,12 +1,14 @@
 """Adapters on the native executor: equal to merged weights, and a row's bits are its own, whatever is beside it."""
 
+import shutil
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.executors.cpu.executor import CpuExecutor
@@ -231,6 +233,49 @@ def test_ranks_prove_their_shares(each):
     library_or_skip()
     base, adapters = each
     assert all(run_ranks(4, lambda group: proved(base, adapters[1], "bfloat16", group)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("rank", [5, 8, 16, 24])
+def test_packed_alike_from_files_of_any_dtype(tiny, tmp_path, rank, dtype):
+    """Rows of one dtype are not read as others are."""
+    library_or_skip()
+    base, _ = tiny
+    executor = CpuExecutor(stated(base, dtype=dtype), SingleRank(), max_positions=64, threads=1)
+    stored = {one: {"A": one, "B": one} for one in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+    stored["both"] = {"A": torch.float16, "B": torch.float64}
+    found = set()
+    for name, by_part in stored.items():
+        folder = save_adapter(base, tmp_path / str(name), rank=rank, change=partial(_store, by_part))
+        packed = packed_in(executor, places := places_of(base), folder)
+        assert places.prove(places.named(read_adapter("a", str(folder))), packed.differences, executor.dtype)
+        found.add(bytes(packed.memory)[: packed.num_bytes])
+    executor.close()
+    assert len(found) == 1
+
+
+def _store(by_part, config, tensors):
+    """Numbers that all dtypes have."""
+    for name, tensor in tensors.items():
+        tensors[name] = (tensor * 128).round().clamp(-64, 64).div(128).to(by_part["A" if "lora_A" in name else "B"])
+
+
+def test_a_nan_in_any_matrix_is_seen(each, tmp_path):
+    """By the proof alone: nothing else looks at all numbers of an adapter without copies, on one rank."""
+    library_or_skip()
+    base, adapters = each
+    executor = CpuExecutor(stated(base, dtype="bfloat16"), SingleRank(), max_positions=64, threads=1)
+    places, draw = places_of(base), np.random.default_rng(1)
+    for folder in adapters:
+        shutil.copytree(folder, own := tmp_path / folder.name)
+        tensors = load_file(folder / "adapter_model.safetensors")
+        for name in sorted(one for one in tensors if "lora_" in one):
+            numbers = tensors[name].clone()
+            numbers.view(torch.int32).view(-1)[draw.integers(numbers.numel())] = -1 if "_A" in name else 0x7F800001
+            save_file({**tensors, name: numbers}, own / "adapter_model.safetensors")
+            differences = packed_in(executor, places, own).differences.values()
+            assert any(np.isnan(one.error) for of_parts in differences for one in of_parts), name
+    executor.close()
 
 
 def _scaled(packed):

@@ -19,6 +19,20 @@ inline float sum_of_eight(__m256 v) {
   _mm256_store_ps(sums, v);
   return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
 }
+// Sums of each of eight rows.
+NATIVE_INLINE __m256 sums_of_rows(const __m256* rows) {
+  __m256 twos[4], fours[2];
+  for (int i = 0; i < 4; i++)
+    twos[i] = _mm256_add_ps(_mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]),
+                            _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]));
+  for (int i = 0; i < 2; i++) {
+    const __m256d one = _mm256_castps_pd(twos[2 * i]), other = _mm256_castps_pd(twos[2 * i + 1]);
+    fours[i] = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(one, other)),
+                             _mm256_castpd_ps(_mm256_unpackhi_pd(one, other)));
+  }
+  return _mm256_add_ps(_mm256_permute2f128_ps(fours[0], fours[1], 0x20),
+                       _mm256_permute2f128_ps(fours[0], fours[1], 0x31));
+}
 inline float largest_of_eight(__m256 v) {
   alignas(32) float each[EIGHT];
   _mm256_store_ps(each, v);
@@ -38,14 +52,15 @@ template <int DTYPE> class Expected {
       of_x = _mm256_fmadd_ps(some, some, of_x);
     }
     const float size = sqrtf(sum_of_eight(of_x) / (float)inputs) * fabsf(part.scale);
-    for (int j = 0; j < part.rank; j++) {
-      const Numbers row = row_of_a(part, j, inputs, columns);
-      part.a_dtype == DTYPE ? add_rank<true>(j, row, x.data(), size) : add_rank<false>(j, row, x.data(), size);
-    }
+    with_rows(part.a_dtype, !columns && part.a_step == 1 && inputs % (2 * EIGHT) == 0, [&](auto of) {
+      for (int j = 0; j < part.rank; j++)
+        add_rank(j, typename decltype(of)::Type(row_of_a(part, j, inputs, columns)), inputs, x.data(), size);
+    });
   }
   // Of outputs [count], up to eight: `rows` of B, and `found`, what a step adds to each.
   void compare(const long* rows, int count, const float* found) {
-    part.b_dtype == DTYPE ? compare_of<true>(rows, count, found) : compare_of<false>(rows, count, found);
+    with_rows(part.b_dtype, part.b_step == 1 && part.rank % EIGHT == 0 && count == EIGHT,
+              [&](auto of) { compare_of<typename decltype(of)::Type>(rows, count, found); });
   }
   // The largest difference, not a number where one is none; the largest sum; and the usual size of one.
   void say(float* out) const {
@@ -54,30 +69,28 @@ template <int DTYPE> class Expected {
   }
 
  private:
-  template <bool IS_KEPT> void compare_of(const long* rows, int count, const float* found) {
-    Numbers of_b[EIGHT];
-    for (int i = 0; i < count; i++) of_b[i] = row_of_b(part, rows[i]);
-    __m256i products[EIGHT], turned[EIGHT];
+  template <class Row> void compare_of(const long* rows, int count, const float* found) {
+    __m256 products[EIGHT], largest = largest_b;
     NATIVE_UNROLL
     for (int i = 0; i < EIGHT; i++) {
-      __m256 sum = _mm256_setzero_ps();
+      products[i] = _mm256_setzero_ps();
+      if (i >= count) continue;
+      const Row row(row_of_b(part, rows[i]));
       for (long j = 0; j < part.rank; j += EIGHT) {
-        const __m256 b = rounded<DTYPE, IS_KEPT>(of_b[i], j);
-        sum = _mm256_fmadd_ps(b, _mm256_loadu_ps(inner.data() + j), sum);
-        largest_b = _mm256_max_ps(largest_b, without_sign(b));
+        const __m256 b = rounded<DTYPE>(row, j);
+        products[i] = _mm256_fmadd_ps(b, _mm256_loadu_ps(inner.data() + j), products[i]);
+        largest = _mm256_max_ps(largest, without_sign(b));
       }
-      products[i] = _mm256_castps_si256(sum);
     }
-    turn_eight(products, turned);
-    __m256 sums = _mm256_castsi256_ps(turned[0]);
-    for (int i = 1; i < EIGHT; i++) sums = _mm256_add_ps(sums, _mm256_castsi256_ps(turned[i]));
+    largest_b = largest;
+    const __m256 sums = sums_of_rows(products);
     note(sums, _mm256_sub_ps(_mm256_loadu_ps(found), sums));
   }
-  template <bool IS_KEPT> void add_rank(int j, const Numbers& row, const float* x, float size) {
+  template <class Row> void add_rank(int j, const Row& row, long inputs, const float* x, float size) {
     __m256 sums[2] = {_mm256_setzero_ps(), _mm256_setzero_ps()}, squares[2] = {sums[0], sums[0]};
-    for (long k = 0; k < row.count; k += 2 * EIGHT)
+    for (long k = 0; k < inputs; k += 2 * EIGHT)
       for (int i = 0; i < 2; i++) {
-        const __m256 a = rounded<DTYPE, IS_KEPT>(row, k + i * EIGHT);
+        const __m256 a = rounded<DTYPE>(row, k + i * EIGHT);
         sums[i] = _mm256_fmadd_ps(a, _mm256_loadu_ps(x + k + i * EIGHT), sums[i]);
         squares[i] = _mm256_fmadd_ps(a, a, squares[i]);
       }

@@ -10,10 +10,11 @@
 
 namespace {
 
-enum { AHEAD_BYTES = 512 };
+// Of A, whose rows lie apart, and of B, whose rows follow each other.
+enum { AHEAD_BYTES_OF_A = 512, AHEAD_BYTES_OF_B = 2048 };
 
 // out [count][16] = the columns k onwards of sixteen rows.
-template <int DTYPE> NATIVE_INLINE void put_columns(const Numbers* rows, long k, int count, char* out) {
+template <int DTYPE, class Row> NATIVE_INLINE void put_columns(const Row* rows, long k, int count, char* out) {
   __m256i numbers[LANES], columns[LANES];
   if (DTYPE != holdfast::FLOAT32) {
     NATIVE_UNROLL
@@ -34,25 +35,36 @@ template <int DTYPE> NATIVE_INLINE void put_columns(const Numbers* rows, long k,
 }
 
 // out [length][16] = the columns `first` onwards of sixteen rows.
-template <int DTYPE> void put_lines(const Numbers* rows, long first, long length, char* out) {
+template <int DTYPE, int AHEAD_BYTES, class Row> void put_lines(const Row* rows, long first, long length, char* out) {
+  const int bytes = rows[0].bytes();
   for (long k = 0; k < length; k += LANES) {
-    for (int r = 0; r < LANES && k % 32 == 0; r++)  // as many streams as rows: more than the CPU follows by itself
-      _mm_prefetch(rows[r].first + (first + k) * bytes_of(rows[r].dtype) + AHEAD_BYTES, _MM_HINT_T0);
+    for (int r = 0; r < LANES && k * bytes % 64 == 0; r++)  // more streams than the CPU follows by itself
+      _mm_prefetch(rows[r].first + (first + k) * bytes + AHEAD_BYTES, _MM_HINT_T0);
     put_columns<DTYPE>(rows, first + k, (int)std::min<long>(LANES, length - k), out + k * LANES * bytes_of(DTYPE));
   }
 }
 
+// Whether sixteen rows are runs of one dtype.
+bool are_runs(const Numbers* rows) {
+  return std::all_of(rows, rows + LANES,
+                     [&](const Numbers& row) { return row.count && row.is_run() && row.dtype == rows->dtype; });
+}
+
 template <int DTYPE> void pack_a(const NativeAdaptedSite& s, char* out) {
   const long line = LANES * bytes_of(DTYPE), inputs = s.slices * s.slice_length;
-  std::vector<Numbers> rows;
+  std::vector<Numbers> all;
   for (int p = 0; p < s.num_parts; p++)
-    for (int j = 0; j < s.parts[p].rank; j++) rows.push_back(row_of_a(s.parts[p], j, inputs, s.columns));
-  rows.resize((rows.size() + LANES - 1) / LANES * LANES);
-  for (size_t first = 0; first < rows.size(); first += LANES)
-    for (int slice = 0; slice < s.slices; slice++, out += s.filled_length * line) {
-      put_lines<DTYPE>(rows.data() + first, slice * s.slice_length, s.slice_length, out);
-      memset(out + s.slice_length * line, 0, (s.filled_length - s.slice_length) * line);
-    }
+    for (int j = 0; j < s.parts[p].rank; j++) all.push_back(row_of_a(s.parts[p], j, inputs, s.columns));
+  all.resize((all.size() + LANES - 1) / LANES * LANES);
+  for (const Numbers* some = all.data(); some != all.data() + all.size(); some += LANES)
+    with_rows(some->dtype, s.slice_length % LANES == 0 && are_runs(some), [&](auto of) {
+      typename decltype(of)::Type rows[LANES];
+      for (int r = 0; r < LANES; r++) rows[r] = typename decltype(of)::Type(some[r]);
+      for (int slice = 0; slice < s.slices; slice++, out += s.filled_length * line) {
+        put_lines<DTYPE, AHEAD_BYTES_OF_A>(rows, slice * s.slice_length, s.slice_length, out);
+        memset(out + s.slice_length * line, 0, (s.filled_length - s.slice_length) * line);
+      }
+    });
 }
 
 // One lane of a block whose outputs are of several modules: its ranks begin at line `line`.
@@ -65,27 +77,34 @@ template <int DTYPE> void put_lane(const Numbers& row, long line, int lane, char
   }
 }
 
+// A block whose outputs are of several modules, or padding.
+template <int DTYPE>
+void put_mixed(const NativeAdaptedSite& s, const int* firsts, int block, const NativeSpan& span, char* out) {
+  memset(out, 0, (span.end - span.first) * LANES * bytes_of(DTYPE));
+  for (int lane = 0; lane < LANES; lane++) {
+    const int part = s.part_of[block * LANES + lane];
+    if (part < 0 || !s.parts[part].rank) continue;
+    const Numbers row = row_of_b(s.parts[part], s.rows[block * LANES + lane]);
+    put_lane<DTYPE>(row, firsts[part] - span.first, lane, out);
+  }
+}
+
 template <int DTYPE> void pack_b(const NativeAdaptedSite& s, const NativeSpan* spans, char* out) {
   std::vector<int> firsts(s.num_parts);
   for (int p = 1; p < s.num_parts; p++) firsts[p] = firsts[p - 1] + s.parts[p - 1].rank;
   for (int block = 0; block < s.blocks; block++) {
-    const NativeSpan& span = spans[block];
-    const long length = span.end - span.first;
-    char* to = out + span.place * bytes_of(DTYPE);
-    Numbers rows[LANES];
-    long lines[LANES];
-    bool is_whole = true;
-    for (int lane = 0; lane < LANES; lane++) {
-      const int part = s.part_of[block * LANES + lane];
-      if (part < 0 || !s.parts[part].rank) continue;
-      rows[lane] = row_of_b(s.parts[part], s.rows[block * LANES + lane]);
-      lines[lane] = firsts[part] - span.first;
-      is_whole &= rows[lane].count == length;
+    const int *of_lanes = s.part_of + block * LANES, *outputs = s.rows + block * LANES;
+    char* to = out + spans[block].place * bytes_of(DTYPE);
+    if (of_lanes[0] < 0 || std::any_of(of_lanes, of_lanes + LANES, [&](int part) { return part != of_lanes[0]; })) {
+      put_mixed<DTYPE>(s, firsts.data(), block, spans[block], to);
+      continue;
     }
-    if (is_whole) put_lines<DTYPE>(rows, 0, length, to);
-    else memset(to, 0, length * LANES * bytes_of(DTYPE));
-    for (int lane = 0; lane < LANES && !is_whole; lane++)
-      if (rows[lane].count) put_lane<DTYPE>(rows[lane], lines[lane], lane, to);
+    const NativeLowRank& part = s.parts[of_lanes[0]];
+    with_rows(part.b_dtype, part.b_step == 1 && part.rank % EIGHT == 0, [&](auto of) {
+      typename decltype(of)::Type rows[LANES];
+      for (int r = 0; r < LANES; r++) rows[r] = typename decltype(of)::Type(row_of_b(part, outputs[r]));
+      put_lines<DTYPE, AHEAD_BYTES_OF_B>(rows, 0, part.rank, to);
+    });
   }
 }
 
