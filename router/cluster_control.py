@@ -29,6 +29,8 @@ class ClusterModel:
     """The settings that its replicas were started with, as nested JSON; empty while none serves. No secrets."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Digests of its adapters, by name."""
+    pinned_adapters: tuple[str, ...] = ()
+    """Names of those that stay resident in each replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Operator state of a cluster: drains, pauses, canaries and log level, as plain data, the same in every router."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -86,10 +86,23 @@ class OperatorState:
     def with_held(self, application: str, is_held: bool) -> "OperatorState":
         return self._next(held=self.held | {application} if is_held else self.held - {application})
 
-    def with_adapter(self, model: str, name: str, adapter: Adapter | None) -> "OperatorState":
-        """Replaces the earlier adapter of that name; None: it means nothing from now on."""
+    def with_adapter(
+        self,
+        model: str,
+        name: str,
+        adapter: Adapter | None,
+        started_with: Iterable[Adapter] = (),
+        max_loras: int | None = None,
+    ) -> "OperatorState":
+        """Replaces the earlier adapter of that name; None: it means nothing from now on. `started_with`: as for
+        `adapters_of`; `max_loras`: slots of a replica, None: unknown. Raises `InvalidRequestError` where pinned
+        adapters would take them all.
+        """
         others = tuple(one for one in self.adapters if one.name != name)
-        return self._next(adapters=(*others, NamedAdapter(model=model, name=name, adapter=adapter)))
+        changed = self._next(adapters=(*others, NamedAdapter(model=model, name=name, adapter=adapter)))
+        if adapter is not None and adapter.pinned and max_loras is not None:
+            _check_pins([one.name for one in changed.adapters_of(model, started_with) if one.pinned], max_loras)
+        return changed
 
     def adapters_of(self, model: str, started_with: Iterable[Adapter]) -> list[Adapter]:
         """Adapters of a model by name: the ones that its replicas were started with, as changed by operators."""
@@ -105,6 +118,12 @@ class OperatorState:
 
     def _next(self, **changes: object) -> "OperatorState":
         return replace(self, revision=self.revision + 1, **changes)  # type: ignore[arg-type]  # by name, above
+
+
+def _check_pins(pinned: Sequence[str], max_loras: int) -> None:
+    if len(pinned) >= max_loras:
+        limit = f"would take the last slot of a replica: {', '.join(pinned)} of model.max_loras = {max_loras}; "
+        raise InvalidRequestError("pinned", True, limit + "one must stay for adapters that are not pinned")
 
 
 NO_OPERATOR_STATE: Final = OperatorState()

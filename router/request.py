@@ -131,6 +131,8 @@ class GenerationRequest(Service):
     prompt: str | tuple[int, ...] = ()
     """Text, or token ids. An empty text is valid if the tokenizer adds a token at the beginning (BOS), as in Hugging
     Face and vLLM."""
+    second_text: str | None = None
+    """Second of two texts, of which `prompt` is the first: an encoder's tokenizer joins them. For pooling alone."""
     chat: Chat | None = None
     """A conversation instead of a prompt; the model's chat template renders it."""
     model: str = ""
@@ -156,6 +158,8 @@ class GenerationRequest(Service):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", checked_prompt(self.prompt))
+        if self.second_text is not None:
+            checked_text("second_text", self.second_text)
         checked_text("model", self.model)
         checked_text("request_id", self.request_id)
         if not isinstance(self.sampling_params, SamplingParams):
@@ -204,6 +208,7 @@ class GenerationRequest(Service):
             return
         if isinstance(self.prompt, str):
             check_text(self.prompt, limits)
+            check_text(self.second_text or "", limits)
         elif not self.prompt:
             raise InvalidRequestError("token_ids", self.prompt, EMPTY_PROMPT)
         elif len(self.prompt) > limits.max_prompt_tokens:
@@ -271,6 +276,15 @@ def check_text(text: str, limits: LimitsConfig, field: str = "text") -> None:
     if num_bytes > limits.max_prompt_bytes:
         limit = f"must be at most {limits.max_prompt_bytes} bytes (limits.max_prompt_bytes), not {num_bytes}"
         raise InvalidRequestError(field, f"{num_bytes} bytes", limit)
+
+
+def truncating(num_tokens: int | None, side: str | None = None) -> SamplingParams:
+    """Parameters of a pooling request: how many tokens are kept of a text. They are its first ones unless `side`, which
+    is cut, is "left". Raises `InvalidRequestError`.
+    """
+    if side not in (None, "left", "right"):
+        raise InvalidRequestError("truncation_side", side, "must be left or right")
+    return SamplingParams(max_tokens=1, truncate_prompt_tokens=num_tokens, truncate_right=side != "left")
 
 
 def check_inputs(field: str, inputs: Sequence[object]) -> None:

@@ -75,6 +75,9 @@ class FakeReplica:
         """Links that have ever been made to it."""
         self.num_followers = 0
         """Links whose router has asked for the prefix cache's events. There are none."""
+        self.max_loras = 0
+        self.kept: list[list[engine_pb2.Adapter]] = []
+        """Adapters that routers have told it to keep, each time."""
         self.log_levels: list[str] = []
         """Those that routers have ordered."""
         self.after_hello: list[engine_pb2.LinkResponse | bytes] = []
@@ -186,6 +189,8 @@ class FakeReplica:
                 self.killing = asyncio.create_task(self.kill())
             elif request.HasField("set_log_level"):
                 self.log_levels.append(request.set_log_level.level)
+            elif request.HasField("keep_adapters"):
+                self.kept.append(list(request.keep_adapters.adapters))
             elif self.refusal is not None:
                 self.refusal.attempt = request.submit.attempt
                 self.say(engine_pb2.StepUpdate(rejections=[self.refusal], load=self._load()))
@@ -236,6 +241,7 @@ class FakeReplica:
             model=self.model,
             max_model_len=self.max_model_len,
             adapters=self.adapters,
+            max_loras=self.max_loras,
             chat_template=self.chat_template,
             vocab_size=self.vocab_size,
             tensor_parallel_size=2,

@@ -32,15 +32,17 @@ class Adapter(NamedTuple):
     """Hexadecimal digest of its files."""
     path: str
     """Folder to read it from."""
+    pinned: bool = False
+    """Whether it stays resident in each replica. Touches no token."""
 
     @classmethod
-    def in_folder(cls, name: str, path: str) -> "Adapter":
+    def in_folder(cls, name: str, path: str, *, pinned: bool = False) -> "Adapter":
         """The adapter that lies in a folder now. Reads all of it. Raises `ConfigurationError`."""
         check_adapter_name(name)
         given = described(name, path)
         config, weights = files_in(given, path)
         try:
-            return cls(name, digest_of(_pieces(config), _pieces(weights)), str(config.parent))
+            return cls(name, digest_of(_pieces(config), _pieces(weights)), str(config.parent), pinned)
         except OSError as error:
             raise unreadable(given, error) from error
 

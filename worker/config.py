@@ -12,6 +12,7 @@ from holdfast.worker.settings import (
     Bytes,
     Folders,
     JsonObject,
+    Names,
     Settings,
     TenantShares,
     parse_bytes,
@@ -85,6 +86,10 @@ class ModelConfig(Settings):
         "giving NAME as its model",
     )
     max_loras: int = Field(16, ge=1, le=1024, description="maximum adapters in memory at a time")
+    pinned_loras: Names = Field(
+        default=(),
+        description="names of adapters in --lora, as NAME,NAME, that stay in memory: fewer than --max-loras",
+    )
 
     @field_validator("executor", mode="before")
     @classmethod
@@ -105,6 +110,17 @@ class ModelConfig(Settings):
         if self.quantization is not None and self.load_format == "dummy":
             raise ValueError(
                 "quantization needs a checkpoint, and load_format = 'dummy' has random weights; unset one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _pins_its_adapters(self) -> Self:
+        if unknown := [name for name in self.pinned_loras if name not in self.lora]:
+            raise ValueError(f"pinned_loras: {unknown[0]!r} must be a name in lora")
+        if len(set(self.pinned_loras)) >= self.max_loras and self.pinned_loras:
+            raise ValueError(
+                f"pinned_loras: {len(set(self.pinned_loras))} must be fewer than max_loras, {self.max_loras}: "
+                "a slot must stay for the others"
             )
         return self
 

@@ -77,11 +77,16 @@ class InvalidRequestError(CallerError, ValueError):
         self.limit = limit
 
 
+_MOST_NAMED: Final = 100  # models in a message
+
+
 class UnknownModelError(CallerError):
     """The named model is not served here. `served` lists the served models."""
 
     def __init__(self, model: str, served: tuple[str, ...]) -> None:
-        super().__init__(f"model {shortened(model)} is not served here; served: {', '.join(served) or 'none'}")
+        more = f" and {len(served) - _MOST_NAMED} more" if len(served) > _MOST_NAMED else ""
+        named = ", ".join(served[:_MOST_NAMED]) or "none"
+        super().__init__(f"model {shortened(model)} is not served here; served: {named}{more}")
         self.model = model
         self.served = served
 

@@ -109,6 +109,8 @@ class ModelInfo:
     """The release of the code that runs it."""
     adapters: tuple[Adapter, ...] = ()
     """Adapters that its settings name, by which it was started."""
+    max_loras: int = 0
+    """Adapters that may be resident at a time; 0: adapters are not served."""
     pooling: PoolingFacts | None = None
     """Pooling of its states, if prompts are pooled; None: it generates text."""
     answers_digest: bytes = b""

@@ -90,7 +90,7 @@ class PoolingFacts(NamedTuple):
     """Text that comes before each text that is embedded."""
     pair_template: str = ""
     """Prompt template of a pair of texts, with {query} and {document}, and optionally {instruction}; empty: there is
-    none.
+    none, and the tokenizer of an encoder joins them.
     """
     is_whole: bool = False
     """Each prompt is computed in one step, and none of it comes from a cache: its tokens see those behind them."""

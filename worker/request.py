@@ -197,6 +197,8 @@ class EngineRequest(Service):
     """Adapter that it runs with; None: the model alone."""
     pooling: PoolingParams | None = None
     """Wish for a vector or scores of its prompt: then it draws nothing; None: it draws an output."""
+    second_start: int = 0
+    """Place of the first prompt token that is counted to the second of two texts (token type 1); 0: there is none."""
     grammar: str = ""
     """The structured outputs of `sampling_params` as a grammar of llguidance; empty: the output may be anything."""
     group_id: Hashable = ""

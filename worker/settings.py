@@ -91,6 +91,14 @@ def parse_folders(value: object) -> object:
 Folders = Annotated[dict[str, str], BeforeValidator(parse_folders)]
 
 
+def parse_names(value: object) -> object:
+    """`NAME,NAME` as a list. Other values are left to the validator."""
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(parse_names)]
+
+
 class Settings(BaseModel):
     """A group of settings: immutable, and an unknown key is an error."""
 

@@ -181,6 +181,8 @@ class ScheduledSequence:
     """Number of last tokens that are drafts."""
     prompt_logprobs: PromptLogprobParams | None = None
     """None where no logprobs of prompt tokens are asked for, which is nearly always."""
+    second_start: int = 0
+    """Position of the first token of the second of two texts; 0: there is one text."""
     pool: PoolShare | None = None
     """Rows whose states are pooled, of a request for those; it draws nothing."""
     drafting: Drafting | None = None
@@ -224,6 +226,8 @@ class StepPlan:
     """Some draw must match a grammar."""
     has_adapters: bool = field(init=False)
     """Some sequence has an adapter."""
+    has_pairs: bool = field(init=False)
+    """Some sequence has two texts."""
     pools: bool = field(init=False)
     """Some sequence is pooled."""
 
@@ -231,13 +235,15 @@ class StepPlan:
         rows = self.decodes
         num_tokens = len(rows.token_ids) * rows.num_steps
         needs_logits, asks_for_logprobs, has_grammars = rows.columns.need_logits, rows.columns.ask_for_logprobs, False
-        has_adapters, pools = bool(rows.columns.adapter_slots), False
+        has_adapters, has_pairs, pools = bool(rows.columns.adapter_slots), False, False
         for share in self.others:
             num_tokens += len(share.token_ids)
             if share.adapter_slot:
                 has_adapters = True
             if share.pool is not None:
                 pools = True
+            if share.second_start:
+                has_pairs = True
             draw, settings = share.draw, None
             if draw is not None:
                 settings = draw.logits_settings
@@ -248,7 +254,7 @@ class StepPlan:
                 has_grammars = True
         self.num_steps, self.num_tokens = rows.num_steps, num_tokens
         self.needs_logits, self.asks_for_logprobs, self.has_grammars = needs_logits, asks_for_logprobs, has_grammars
-        self.has_adapters, self.pools = has_adapters, pools
+        self.has_adapters, self.has_pairs, self.pools = has_adapters, has_pairs, pools
 
     @property
     def sequences(self) -> tuple[ScheduledSequence, ...]:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias, Unpack
+from typing import Any, Literal, Protocol, TypeAlias, Unpack
 
 import grpc
 
@@ -17,7 +17,7 @@ from holdfast.cluster.client.submissions import bare_submission, submission
 from holdfast.cluster.client.transport import CallFailed, GrpcTransport, Transport
 from holdfast.router.chat import Message
 from holdfast.router.generation import Generation, OutputDelta
-from holdfast.router.request import GenerationRequest
+from holdfast.router.request import GenerationRequest, truncating
 from holdfast.router.resume import ResumeRecord, SequenceDelta
 from holdfast.router.wire.pooling_codec import PooledOutputs, pool_message, pooled_outputs, score_message
 from holdfast.router.wire.request_codec import generation_request_message
@@ -167,14 +167,18 @@ class AsyncClient:
         model: str = "",
         request_id: str = "",
         truncate_prompt_tokens: int | None = None,
+        truncation_side: Literal["left", "right"] | None = None,
         **options: Unpack[ServiceOptions],
     ) -> PooledOutputs:
         """A vector, or scores by label, of each of 1 to 2,048 prompts, by a pooled model.
 
-        `truncate_prompt_tokens` keeps the last tokens of longer prompts, with -1 up to the model's maximum length. If a
-        replica or a router is lost, another one computes the same result. Raises as `stream` does.
+        `truncate_prompt_tokens` keeps the first tokens of longer prompts, with -1 up to the model's maximum length, and
+        with a `truncation_side` of left the last ones. If a replica or a router is lost, another one computes the same
+        result. Raises as `stream` does.
         """
-        request = bare_submission(params, truncate_prompt_tokens, model, request_id, options)
+        request = bare_submission(
+            params, truncating(truncate_prompt_tokens, truncation_side), model, request_id, options
+        )
         return pooled_outputs(await self._whole("Pool", request, partial(pool_message, prompts)))
 
     async def score(
@@ -186,10 +190,11 @@ class AsyncClient:
         model: str = "",
         request_id: str = "",
         truncate_prompt_tokens: int | None = None,
+        truncation_side: Literal["left", "right"] | None = None,
         **options: Unpack[ServiceOptions],
     ) -> list[float]:
         """A score for each document with its query, or with the only one. Otherwise as `pool`."""
-        request = bare_submission(None, truncate_prompt_tokens, model, request_id, options)
+        request = bare_submission(None, truncating(truncate_prompt_tokens, truncation_side), model, request_id, options)
         texts = [[one] if isinstance(one, str) else list(one) for one in (queries, documents)]
         return list(
             (await self._whole("Score", request, partial(score_message, texts[0], texts[1], instruction))).scores

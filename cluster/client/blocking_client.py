@@ -5,7 +5,7 @@ import queue
 import random
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Generic, TypeVar, Unpack
+from typing import Any, Final, Generic, Literal, TypeVar, Unpack
 
 from holdfast.cluster.call_options import CallOptions, ServiceOptions
 from holdfast.cluster.client.async_client import AsyncClient
@@ -213,6 +213,7 @@ class Client:
         model: str = "",
         request_id: str = "",
         truncate_prompt_tokens: int | None = None,
+        truncation_side: Literal["left", "right"] | None = None,
         **options: Unpack[ServiceOptions],
     ) -> PooledOutputs:
         """A vector, or scores by label, of each prompt, as `AsyncClient.pool`."""
@@ -222,6 +223,7 @@ class Client:
             model=model,
             request_id=request_id,
             truncate_prompt_tokens=truncate_prompt_tokens,
+            truncation_side=truncation_side,
             **options,
         )
         return self._thread.run(answer)
@@ -235,6 +237,7 @@ class Client:
         model: str = "",
         request_id: str = "",
         truncate_prompt_tokens: int | None = None,
+        truncation_side: Literal["left", "right"] | None = None,
         **options: Unpack[ServiceOptions],
     ) -> list[float]:
         """A score for each document, as `AsyncClient.score`."""
@@ -245,6 +248,7 @@ class Client:
             model=model,
             request_id=request_id,
             truncate_prompt_tokens=truncate_prompt_tokens,
+            truncation_side=truncation_side,
             **options,
         )
         return self._thread.run(answer)

@@ -55,7 +55,7 @@ def submission(
 
 def bare_submission(
     params: PoolingParams | None,
-    truncate_prompt_tokens: int | None,
+    truncation: SamplingParams,
     model: str,
     request_id: str,
     options: ServiceOptions,
@@ -65,7 +65,7 @@ def bare_submission(
         model=model,
         request_id=request_id or uuid.uuid4().hex,
         pooling=params or PoolingParams(),
-        sampling_params=SamplingParams(max_tokens=1, truncate_prompt_tokens=truncate_prompt_tokens),
+        sampling_params=truncation,
         attempt=1,
         **options,
     )

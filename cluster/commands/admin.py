@@ -75,13 +75,16 @@ def add_adapter(
     *,
     model: Annotated[str, Parameter(help="the base model, if several models are served")] = "",
     replace: Annotated[bool, Parameter(help="replace another adapter of this name", negative=())] = False,
+    pin: Annotated[
+        bool, Parameter(help="keep it in each replica's memory, without requests as well", negative=())
+    ] = False,
     server: Server = _LOCAL,
     settings: Layer,
 ) -> int:
     """Serve a LoRA adapter beside its model. It is refused by name if anything of it cannot be applied."""
     folder = str(path.expanduser().absolute())
-    loaded = _ask(server, settings, "LoadAdapter", name=name, path=folder, model=model, replace=replace)
-    print(f"{name} is served  digest={loaded.digest}")
+    loaded = _ask(server, settings, "LoadAdapter", name=name, path=folder, model=model, replace=replace, pinned=pin)
+    print(f"{name} is served  digest={loaded.digest}{'  pinned' if pin else ''}")
     return 0
 
 

@@ -6,13 +6,16 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from holdfast.cluster.commands.generate import check_for_server, clients_options, engine_here
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.layers import Layer
+
+Truncation = tuple[int | None, Literal["left", "right"] | None]
+"""Number of tokens to keep, and the side to cut."""
 
 
 @takes_settings("model", "parallel", "cache", "scheduler", "client", without=("model.seed",))
@@ -35,7 +38,13 @@ def embed(
     ] = None,
     truncate_prompt_tokens: Annotated[
         int | None,
-        Parameter(group=ESSENTIALS, help="truncate longer texts to their last N tokens; -1: to the model's maximum"),
+        Parameter(group=ESSENTIALS, help="truncate longer texts to their first N tokens; -1: to the model's maximum"),
+    ] = None,
+    truncation_side: Annotated[
+        Literal["left", "right"] | None,
+        Parameter(
+            group=ESSENTIALS, help="side of longer texts to cut; left: their last tokens are kept [default: right]"
+        ),
     ] = None,
     settings: Layer,
 ) -> int:
@@ -46,14 +55,14 @@ def embed(
     from holdfast.worker.pooling import PoolingParams
 
     texts = sys.stdin.read().splitlines() if text == "-" else [text]
-    params = PoolingParams(dimensions=dimensions)
+    params, truncation = PoolingParams(dimensions=dimensions), (truncate_prompt_tokens, truncation_side)
     if server is None:
-        _print_all(*_pooled_here(settings, config, texts, params, truncate_prompt_tokens))
+        _print_all(*_pooled_here(settings, config, texts, params, truncation))
         return 0
     check_for_server(settings, config)
     model = settings.get("model.model")
     name, options = str(model.value) if model else "", clients_options(settings)
-    _print_all(*asyncio.run(_pooled_on_server(server, texts, params, truncate_prompt_tokens, name, options)))
+    _print_all(*asyncio.run(_pooled_on_server(server, texts, params, truncation, name, options)))
     return 0
 
 
@@ -64,18 +73,16 @@ def _print_all(results: Iterable[Sequence[float]], labels: Sequence[str]) -> Non
 
 
 def _pooled_here(
-    settings: Layer, config: Path | None, texts: Sequence[str], params: Any, truncate_prompt_tokens: int | None
+    settings: Layer, config: Path | None, texts: Sequence[str], params: Any, truncation: Truncation
 ) -> tuple[list[Sequence[float]], Sequence[str]]:
     from holdfast.cluster.config.config import load_config
-    from holdfast.router.request import check_inputs
+    from holdfast.router.request import check_inputs, truncating
     from holdfast.router.requests.pooling import PoolingDesk
-    from holdfast.worker.sampling_params import SamplingParams
 
     check_inputs("texts", texts)
     engine = engine_here(load_config(settings, config).config)
     try:
-        sampling = SamplingParams(max_tokens=1, truncate_prompt_tokens=truncate_prompt_tokens)
-        bare = engine.bare_request(sampling_params=sampling, pooling=params)
+        bare = engine.bare_request(sampling_params=truncating(*truncation), pooling=params)
 
         async def work(desk: PoolingDesk) -> tuple[list[Sequence[float]], Sequence[str]]:
             labels = desk.facts("").labels
@@ -90,12 +97,13 @@ async def _pooled_on_server(
     addresses: str,
     texts: Sequence[str],
     params: Any,
-    truncate_prompt_tokens: int | None,
+    truncation: Truncation,
     model: str,
     options: dict[str, Any],
 ) -> tuple[list[Sequence[float]], Sequence[str]]:
     from holdfast.cluster.client.async_client import AsyncClient
 
     async with AsyncClient(addresses.split(","), **options) as client:
-        found = await client.pool(texts, params, model=model, truncate_prompt_tokens=truncate_prompt_tokens)
+        num_tokens, side = truncation
+        found = await client.pool(texts, params, model=model, truncate_prompt_tokens=num_tokens, truncation_side=side)
     return [one.values for one in found.outputs], found.labels

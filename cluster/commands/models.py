@@ -216,7 +216,8 @@ def _print_models(models: Iterable[Any]) -> None:
         row = model.name, model.status.lower(), f"replicas={model.num_replicas}", shown, engines, disks, model.activity
         print("  ".join(filter(None, row)))
         for adapter, digest in sorted(model.adapters.items()):
-            print(f"{adapter}  adapter of {model.name}  digest={digest}")
+            pinned = "  pinned" if adapter in model.pinned_adapters else ""
+            print(f"{adapter}  adapter of {model.name}  digest={digest}{pinned}")
 
 
 @contextmanager

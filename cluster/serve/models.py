@@ -117,6 +117,12 @@ def list_models(namespace: str) -> list[ClusterModel]:
     applications = _applications(namespace)
     statuses = {_model_of(namespace, name): str(applications[name]) for name in sorted(applications, key=generation_of)}
     names = [*statuses, *sorted({one.model for one in replicas if one.model} - set(statuses))]
+    adapters = {
+        name: snapshot.operator_state.adapters_of(
+            name, [adapter for one in replicas if one.model == name for adapter in one.adapters]
+        )
+        for name in names
+    }
     return [
         ClusterModel(
             name=name,
@@ -129,12 +135,8 @@ def list_models(namespace: str) -> list[ClusterModel]:
                 {one.error or one.phase for one in replicas if one.model == name and one.address is None}
             ),
             settings=next((one.settings for one in snapshot.serving(Role.REPLICA) if one.model == name), ""),
-            adapters={
-                one.name: one.digest
-                for one in snapshot.operator_state.adapters_of(
-                    name, [adapter for one in replicas if one.model == name for adapter in one.adapters]
-                )
-            },
+            adapters={one.name: one.digest for one in adapters[name]},
+            pinned_adapters=tuple(one.name for one in adapters[name] if one.pinned),
         )
         for name in names
     ]

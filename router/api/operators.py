@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
@@ -111,23 +112,30 @@ class Operators:
     async def resume(self, model: str) -> int:
         return await self._ordered("with_pause", self._request_processor.model(model).name, None)
 
-    async def load_adapter(self, model: str, name: str, path: str, *, replaces: bool = False) -> Adapter:
+    async def load_adapter(
+        self, model: str, name: str, path: str, *, replaces: bool = False, pinned: bool = False
+    ) -> Adapter:
         """Serves the adapter in a folder under a name, once a replica has loaded it and computed a token with it.
 
         Raises `InvalidRequestError` for an adapter that is refused, or a name that is in use, unless this `replaces`
-        it: then new requests get the new one, and running ones keep the old one.
+        it: then new requests get the new one, and running ones keep the old one. `pinned`: it stays resident in each
+        replica from now on; otherwise it does not, as the last load says.
         """
         processor = self._request_processor
         base = processor.model(model)
         if name in self._dispatch_host.dispatch.registry.statuses:
             raise InvalidRequestError("lora_name", name, "is the name of a model that is served")
-        adapter = await asyncio.to_thread(Adapter.in_folder, name, path)
+        adapter = await asyncio.to_thread(partial(Adapter.in_folder, name, path, pinned=pinned))
         found = processor.adapters.find(name)
-        if found is not None and found.adapter.digest != adapter.digest and not replaces:
-            limit = f"is another adapter already ({found.adapter.digest[:16]}); replace it with load_inplace"
+        is_another = found is not None and (found.model, found.adapter.digest) != (base.name, adapter.digest)
+        if found is not None and is_another and not replaces:
+            limit = f"is another adapter already, {found.adapter.digest[:16]} of {found.model}"
+            limit += "; replace it with load_inplace (--replace)"
             raise InvalidRequestError("lora_name", name, limit)
+        slots = (base.facts.adapters, base.facts.max_loras or None)
+        self._operator_state().with_adapter(base.name, name, adapter, *slots)  # refused before it is tried
         await processor.try_adapter(base.name, adapter)
-        await self._ordered("with_adapter", base.name, name, adapter)
+        await self._ordered("with_adapter", base.name, name, adapter, *slots)
         return adapter
 
     async def unload_adapter(self, name: str) -> None:

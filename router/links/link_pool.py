@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Final
 
 from holdfast.router.config import RouterConfig
@@ -11,6 +12,7 @@ from holdfast.router.links.replica_directory import DirectoryView, ReplicaDirect
 from holdfast.router.links.replica_link import ReplicaLink
 from holdfast.router.operator_state import NO_OPERATOR_STATE, OperatorState
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.wire.link_security import UNSECURED, LinkSecurity
 
@@ -30,8 +32,12 @@ class LinkPool:
         security: LinkSecurity = UNSECURED,
         on_operator_state: Callable[[OperatorState], None] | None = None,
         on_view: Callable[[DirectoryView], None] | None = None,
+        pinned: Callable[[str], tuple[Adapter, ...]] = lambda _: (),
     ) -> None:
-        """`on_operator_state` gets the operator state when it changes; `on_view` gets each view of the directory."""
+        """`on_operator_state` gets the operator state when it changes; `on_view` gets each view of the directory;
+        `pinned` returns the adapters of a model that stay resident.
+        """
+        self._pinned = pinned
         self._on_operator_state = on_operator_state
         self._on_view = on_view
         self._operator_state = NO_OPERATOR_STATE
@@ -84,11 +90,14 @@ class LinkPool:
             else:
                 await self._hang_up(link)
         for replica_id in wanted.keys() - self._links.keys():
-            link = ReplicaLink(wanted[replica_id], self._dispatch_host, self._prepare, self._config, self._security)
+            endpoint = wanted[replica_id]
+            pinned = partial(self._pinned, endpoint.model)
+            link = ReplicaLink(endpoint, self._dispatch_host, self._prepare, self._config, self._security, pinned)
             self._links[replica_id] = link
             link.start()
         for link in self._links.values():
             link.set_log_level(self._operator_state.log_level)
+            link.keep_adapters()
 
     async def stop(self) -> None:
         """Closes all links, for good."""

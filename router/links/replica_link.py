@@ -19,6 +19,7 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import SendAbort, SendAhead, SendSubmit, SendTakePins
 from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
 from holdfast.worker.log_level import LogLevel
 from holdfast.worker.model_info import ReplicaFacts
@@ -28,6 +29,7 @@ from holdfast.worker.wire.link_requests import (
     abort_message,
     fetch_ahead_message,
     follow_cache_message,
+    keep_adapters_message,
     kill_message,
     set_log_level_message,
     submit_message,
@@ -128,8 +130,12 @@ class ReplicaLink:
         prepare: Prepare,
         config: RouterConfig,
         security: LinkSecurity = UNSECURED,
+        pinned: Callable[[], tuple[Adapter, ...]] = tuple,
     ) -> None:
         self._security = security
+        self._pinned = pinned
+        self._kept: tuple[Adapter, ...] | None = None
+        """Adapters that the replica was told to keep in this session; None: it is not up, or serves none."""
         self.endpoint = endpoint
         self._dispatch_host = dispatch_host
         self._prepare = prepare
@@ -162,6 +168,14 @@ class ReplicaLink:
         if level is not None and level != self._log_level:
             self._outbox.put_nowait(set_log_level_message(level))
         self._log_level = level
+
+    def keep_adapters(self) -> None:
+        """Tells a replica that is up which adapters stay resident, where that has changed. In a new session it is told
+        anyway.
+        """
+        if self._kept is not None and (pinned := self._pinned()) != self._kept:
+            self._outbox.put_nowait(keep_adapters_message(pinned))
+            self._kept = pinned
 
     @property
     def has_ended(self) -> bool:
@@ -254,7 +268,7 @@ class ReplicaLink:
     async def _talk(self) -> NoReturn:
         """Runs one session. It always ends by raising: `ReplicaError`, `LinkMessageError`, or what gRPC raises."""
         self._outbox = asyncio.Queue()
-        self._frozen_s = None
+        self._frozen_s = self._kept = None
         if self._config.is_prefix_aware:
             self._outbox.put_nowait(follow_cache_message())
         if self._log_level is not None:
@@ -266,6 +280,9 @@ class ReplicaLink:
             messages = aiter(call)
             try:
                 hello = await self._greet(messages)
+                if hello.facts.max_loras:
+                    self._kept = self._pinned()
+                    self._outbox.put_nowait(keep_adapters_message(self._kept))
                 clock = asyncio.get_running_loop().time
                 watch = self._watch = LinkWatch(self._is_busy, hello.frozen_after_s, hello.heartbeat_s, clock)
                 if hello.heartbeat_s:

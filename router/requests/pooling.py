@@ -28,6 +28,16 @@ class PooledPrompt(NamedTuple):
     """Name by which the request has named it."""
 
 
+class PairTokens(NamedTuple):
+    """Most tokens of each text of a pair, beyond which it is cut at its end; 0: all."""
+
+    query: int = 0
+    document: int = 0
+
+
+ALL_TOKENS: Final = PairTokens()
+
+
 class PairScores(NamedTuple):
     """Scores of pairs of texts, in their order."""
 
@@ -99,16 +109,25 @@ class PoolingDesk:
         documents: Sequence[str],
         instruction: str | None = None,
         time_left_s: float | None = None,
+        most: PairTokens = ALL_TOKENS,
     ) -> PairScores:
         """Scores of pairs: of one query with each document, or of queries and documents of the same number. A model of
-        scores gets both in one prompt; of vectors the similarity counts. `bare`: what else the requests have.
+        scores gets both in one prompt; of vectors the similarity counts. `bare`: what else the requests have; `most`:
+        what is kept of each text.
         """
         with naming(bare.names):
             facts = self.facts(bare.model)
+            queries = await self._beginnings(bare.model, queries, most.query)
+            documents = await self._beginnings(bare.model, documents, most.document)
             pairs = _pairs(queries, documents)
             if facts.task is PoolingTask.CLASSIFY:
                 return await self._by_model(facts, bare, pairs, instruction, time_left_s)
         return await self._by_vectors(bare, pairs, time_left_s)
+
+    async def _beginnings(self, model: str, texts: Sequence[str], most: int) -> Sequence[str]:
+        if not most:
+            return texts
+        return [await self._processor.beginning(model, text, most) for text in texts]
 
     async def _by_model(
         self,
@@ -122,11 +141,15 @@ class PoolingDesk:
             raise InvalidRequestError(
                 "model", bare.model, f"has {facts.num_outputs} labels, and scores need a model with one"
             )
-        if not facts.pair_template:
+        if facts.pair_template:
+            texts = [facts.pair(query, document, instruction) for query, document in pairs]
+            prompts = await self.each(bare, texts, time_left_s)
+        elif facts.is_whole:
+            parts = (replace(bare, prompt=one, second_text=two, part=at) for at, (one, two) in enumerate(pairs))
+            prompts = await self.pooled(parts, lambda _, one: one, time_left_s)
+        else:
             limit = "has no prompt for pairs of texts: set model.score_template, with {query} and {document}"
             raise InvalidRequestError("model", bare.model, limit)
-        texts = [facts.pair(query, document, instruction) for query, document in pairs]
-        prompts = await self.each(bare, texts, time_left_s)
         return PairScores([memoryview(one.values).cast("f")[0] for one in prompts], prompts)
 
     async def _by_vectors(

@@ -189,7 +189,10 @@ class RequestAdmission:
         names = tuple(one.name for one in models)
         if not name:
             raise InvalidRequestError("model", name, f"must be one of {', '.join(names)}")
-        raise UnknownModelError(name, names)
+        adapters = (one.name for status in models for one in self.adapters.of(status.name))
+        raise UnknownModelError(
+            name, (*names, *(one for one in adapters if caller.models is None or one in caller.models))
+        )
 
     async def admit(self, request: GenerationRequest, time_remaining_s: float | None) -> AdmittedRequest:
         """Checks a request and encodes its prompt. `time_remaining_s`: seconds until the call's own deadline, or None.

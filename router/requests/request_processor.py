@@ -41,6 +41,7 @@ from holdfast.worker.errors import (
     DeadlineExceededError,
     InvalidRequestError,
 )
+from holdfast.worker.pooling import PoolingParams
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
@@ -118,11 +119,15 @@ class RequestProcessor:
         return self._admission.adapters
 
     async def try_adapter(self, model: str, adapter: Adapter) -> None:
-        """Has a replica load an adapter and compute a token with it. Raises `InvalidRequestError` if it is refused."""
-        self.adapters.exact[adapter.key] = ServedAdapter(model, adapter)
+        """Has a replica load an adapter and compute a token, or a vector, with it. Raises `InvalidRequestError` if it
+        is refused.
+        """
         params = SamplingParams(max_tokens=1, temperature=0.0)
+        pooling = None if self.model(model).facts.pooling is None else PoolingParams()
+        request = GenerationRequest(prompt=(0,), model=adapter.key, sampling_params=params, pooling=pooling)
+        self.adapters.exact[adapter.key] = ServedAdapter(model, adapter)
         try:
-            async with self.open(GenerationRequest(prompt=(0,), model=adapter.key, sampling_params=params)) as answer:
+            async with self.open(request) as answer:
                 await answer.outputs(None)
         finally:
             self.adapters.exact.pop(adapter.key, None)
@@ -240,6 +245,11 @@ class RequestProcessor:
         if not request_id:
             raise InvalidRequestError("request_id", request_id, "must be set")
         return self._open_answers.abort(request_id, self._gate.caller().tenant)
+
+    async def beginning(self, model: str, text: str, num_tokens: int) -> str:
+        """The beginning of a text that has this many tokens at most, for a model."""
+        check_text(text, self._limits)
+        return await self._tokenizers.beginning(self.model(model).name, text, num_tokens)
 
     async def tokenize(self, model: str, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of a text prompt. Raises `HoldfastError`."""

@@ -39,6 +39,7 @@ from holdfast.router.requests.request_stats import SlowRequests
 from holdfast.router.security.gate import Gate
 from holdfast.router.server.ports import Ports
 from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.config import ServiceOrderConfig, TelemetryConfig
 from holdfast.worker.log_level import PACKAGE, set_log_level
 from holdfast.worker.timers import WallClock
@@ -134,7 +135,9 @@ class Router:
             stats.on_end.append(SlowRequests(telemetry.slow_request_s, stats))
         links = options.get("links", UNSECURED)
         self._certificates = Certificates(options.get("tls"), links.tls)
-        self._link_pool = LinkPool(self._dispatch_host, pipeline.tokenizers, config, links, self._apply, self._see)
+        self._link_pool = LinkPool(
+            self._dispatch_host, pipeline.tokenizers, config, links, self._apply, self._see, self._pinned
+        )
         self._recent_errors = RecentErrors()
         logging.getLogger(PACKAGE).addHandler(self._recent_errors)
         self._tasks: list[asyncio.Task[None]] = []
@@ -326,6 +329,9 @@ class Router:
         self.poison_watch.note(view.router_losses)
         if self._picker is not None:
             self._picker.set_routers(view.routers)
+
+    def _pinned(self, model: str) -> tuple[Adapter, ...]:
+        return tuple(one for one in self._request_processor.adapters.of(model) if one.pinned)
 
     def _apply(self, operator_state: OperatorState) -> None:
         self.operator_state = operator_state

@@ -9,7 +9,7 @@ from typing import Final
 
 from holdfast.router.request import EMPTY_PROMPT, GenerationRequest, derived_seed
 from holdfast.router.text.detokenizer import IncrementalDetokenizer
-from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.text.tokenizer import EncodedPair, Tokenizer
 from holdfast.worker.errors import InvalidRequestError, shortened
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.parameters import ALL_LOGPROBS
@@ -36,11 +36,43 @@ def kept_tokens(
     wanted = params.truncate_prompt_tokens
     assert wanted is not None, "no truncation"
     num_kept = wanted if wanted > 0 else max(1, max_sequence_len - (params.max_tokens or 1))
-    front, back = _ends(token_ids, tuple(around)) if num_kept > len(around) else (0, 0)
+    front, back = _ends(token_ids, tuple(around)) if num_kept >= len(around) else (0, 0)
     end, num_inner = len(token_ids) - back, num_kept - front - back
     inner = token_ids[front:end]
-    inner = inner[:num_inner] if params.truncate_right else inner[-num_inner:]
+    inner = inner[:num_inner] if params.truncate_right else inner[max(0, len(inner) - num_inner) :]
     return (*token_ids[:front], *inner, *token_ids[end:])
+
+
+def kept_of_pair(pair: EncodedPair, params: SamplingParams, max_sequence_len: int) -> tuple[tuple[int, ...], int]:
+    """The tokens of two texts that `truncate_prompt_tokens` keeps, and where those of the second begin. The longer text
+    is cut until both have the same length, then both are, as Hugging Face's tokenizers cut them.
+
+    Raises `InvalidRequestError` where there is no room for the tokens around them.
+    """
+    wanted = params.truncate_prompt_tokens
+    num_kept = len(pair.token_ids) if wanted is None else max_sequence_len - 1 if wanted < 0 else wanted
+    counts = [pair.texts.count(text) for text in (0, 1)]
+    room = num_kept - (len(pair.texts) - sum(counts))
+    if room < 0:
+        limit = f"must be at least {num_kept - room}: so many tokens are around two texts"
+        raise InvalidRequestError("sampling_params.truncate_prompt_tokens", wanted, limit)
+    short, long = sorted(counts)
+    if short + long > room:
+        short, long = (short, room - short) if 2 * short <= room else (room // 2, room - room // 2)
+    firsts, ends = [0, 0], [short, long] if counts[0] <= counts[1] else [long, short]
+    if not params.truncate_right:
+        firsts, ends = [all_ - kept for all_, kept in zip(counts, ends, strict=True)], counts
+    seen = [0, 0]
+    places = []
+    for place, text in enumerate(pair.texts):
+        if text is None:
+            places.append(place)
+            continue
+        if firsts[text] <= seen[text] < ends[text]:
+            places.append(place)
+        seen[text] += 1
+    second_start = sum(place < pair.second_start for place in places)
+    return tuple([pair.token_ids[place] for place in places]), second_start
 
 
 def _ends(token_ids: tuple[int, ...], around: tuple[int, ...]) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 from holdfast.router.text.dsml_templates import DSML_TEMPLATES
 from holdfast.router.text.token_table import TokenTable, fallback_bytes
@@ -29,6 +29,16 @@ _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 """Names of chat templates, as transformers has them."""
 
 
+class EncodedPair(NamedTuple):
+    """Two texts in one prompt."""
+
+    token_ids: list[int]
+    texts: list[int | None]
+    """Which text each token is of, 0 or 1; None: it is one of those around them."""
+    second_start: int
+    """Place of the first token that is counted to the second text (token type 1); 0: none is."""
+
+
 class Codec(Protocol):
     """The library that a `Tokenizer` wraps."""
 
@@ -38,6 +48,12 @@ class Codec(Protocol):
 
     def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
         """Raises `TooManyTokensError` for more tokens than `most`."""
+
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> EncodedPair:
+        """Raises as `encode` does, and `InvalidRequestError` if it does not join two texts."""
+
+    def beginning(self, text: str, num_tokens: int) -> str:
+        """Raises as `encode` does."""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
@@ -139,6 +155,18 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise InvalidRequestError("text", text, f"must be valid Unicode: {error.reason}") from None
 
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> EncodedPair:
+        """Two texts in one prompt, joined as the tokenizer joins them. Raises as `encode` does, and
+        `InvalidRequestError` for a tokenizer that does not join texts.
+        """
+        return self._codec.encode_pair(first, second, most)
+
+    def beginning(self, text: str, num_tokens: int) -> str:
+        """The beginning of a text that has this many tokens at most, without those around a text. Raises as `encode`
+        does.
+        """
+        return self._codec.beginning(text, num_tokens)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`. Bytes that are invalid UTF-8 become U+FFFD, and unknown ids are skipped.
 
@@ -160,8 +188,13 @@ class Tokenizer:
 class _FastCodec:
     """A tokenizer.json, with the `tokenizers` library."""
 
-    def __init__(self, tokenizer: "tokenizers.Tokenizer", also_special: Iterable[str | int] = ()) -> None:
-        """`also_special` are tokens, or ids of added tokens, that tokenizer.json does not mark as special."""
+    def __init__(
+        self, tokenizer: "tokenizers.Tokenizer", also_special: Iterable[str | int] = (), *, has_types: bool = True
+    ) -> None:
+        """`also_special` are tokens, or ids of added tokens, that tokenizer.json does not mark as special; `has_types`:
+        whether the model takes token types.
+        """
+        self._has_types = has_types
         tokenizer.no_truncation()  # a file may contain the settings of the training
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -185,7 +218,9 @@ class _FastCodec:
             raise ConfigurationError(f"cannot read {path}: {error}; fetch the model again") from error
         added = tokenizer.get_added_tokens_decoder()
         ends = (i for i in generation_ends(folder) if i in added)
-        return cls(tokenizer, [*special_tokens.values(), *configured_special(folder), *ends])
+        inputs = read_json(folder / "tokenizer_config.json").get("model_input_names")
+        has_types = not isinstance(inputs, list) or "token_type_ids" in inputs
+        return cls(tokenizer, [*special_tokens.values(), *configured_special(folder), *ends], has_types=has_types)
 
     def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
         text.encode()  # raises UnicodeEncodeError; the library's own error says less
@@ -200,6 +235,27 @@ class _FastCodec:
             return encoding.ids
         with self._reading:
             return encoding.ids
+
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> EncodedPair:
+        if not self._tokenizer.num_special_tokens_to_add(is_pair=True):
+            raise _joins_no_texts()
+        (encoding,) = self._tokenizer.encode_batch_fast([(first, second)])
+        if most is not None and (num_tokens := len(encoding)) > most:
+            del encoding
+            raise TooManyTokensError(num_tokens)
+        with self._reading:
+            return _pair(encoding.ids, encoding.sequence_ids, encoding.type_ids if self._has_types else ())
+
+    def beginning(self, text: str, num_tokens: int) -> str:
+        while text:
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            if len(encoding) <= num_tokens:
+                break
+            with self._reading:
+                ends = encoding.offsets
+            end = min(ends[num_tokens - 1][1], ends[num_tokens][0]) if num_tokens else 0
+            text = text[: min(end, len(text) - 1)]  # a shorter text may have tokens of its own
+        return text
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         if skip_special_tokens and self._also_special:
@@ -243,6 +299,19 @@ class _SlowCodec:
             raise TooManyTokensError(len(token_ids))
         return token_ids
 
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> EncodedPair:
+        if not (self._tokenizer.is_fast and self._tokenizer.num_special_tokens_to_add(pair=True)):
+            raise _joins_no_texts()
+        found = self._tokenizer([first], [second])
+        if most is not None and len(found["input_ids"][0]) > most:
+            raise TooManyTokensError(len(found["input_ids"][0]))
+        return _pair(found["input_ids"][0], found.sequence_ids(0), found.get("token_type_ids", [()])[0])
+
+    def beginning(self, text: str, num_tokens: int) -> str:
+        while text and len(token_ids := self.encode(text, False)) > num_tokens:
+            text = text[: min(len(self.decode(token_ids[:num_tokens], False)), len(text) - 1)]
+        return text
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
@@ -251,6 +320,15 @@ class _SlowCodec:
 
     def token(self, token_id: int) -> str | None:
         return cast("str | None", self._tokenizer.convert_ids_to_tokens(token_id))
+
+
+def _pair(token_ids: list[int], texts: list[int | None], types: Sequence[int]) -> EncodedPair:
+    return EncodedPair(token_ids, texts, types.index(1) if 1 in types else 0)
+
+
+def _joins_no_texts() -> InvalidRequestError:
+    limit = "has a tokenizer that joins no texts: set model.score_template, with {query} and {document}"
+    return InvalidRequestError("model", None, limit)
 
 
 def _named_templates(given: str | Mapping[str, str] | None) -> Mapping[str, str]:

@@ -2,9 +2,9 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Final, ParamSpec, TypeVar
@@ -21,13 +21,15 @@ from holdfast.router.text.prompt import (
     check_prompt_logprobs,
     check_vocabulary,
     echoed_text,
+    kept_of_pair,
     kept_tokens,
     pooled,
     resolved,
     with_counted_logprobs,
 )
-from holdfast.router.text.tokenizer import Tokenizer, TooManyTokensError
+from holdfast.router.text.tokenizer import EncodedPair, Tokenizer, TooManyTokensError
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
+from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.parameters import ALL_LOGPROBS
 from holdfast.worker.process_memory import give_back
 from holdfast.worker.request import EngineRequest, KeptPrefix
@@ -96,14 +98,23 @@ class TokenizerRegistry:
         Raises `TooManyTokensError` for more than `most`.
         """
         tokenizer = self._tokenizers[model]
-        if len(text) <= self._inline_bytes:
-            return tuple(tokenizer.encode(text, add_special_tokens, most))
-        if len(text) < LONG:
-            return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens, most))
+        return await self._encoded(len(text), lambda: tuple(tokenizer.encode(text, add_special_tokens, most)))
+
+    async def beginning(self, model: str, text: str, num_tokens: int) -> str:
+        """Same as `Tokenizer.beginning`."""
+        tokenizer = self._tokenizers[model]
+        return await self._encoded(len(text), lambda: tokenizer.beginning(text, num_tokens))
+
+    async def _encoded(self, length: int, encode: Callable[[], T]) -> T:
+        """Result of `encode`, of texts with this many characters: on a thread, unless they are short."""
+        if length <= self._inline_bytes:
+            return encode()
+        if length < LONG:
+            return await asyncio.to_thread(encode)
         self._num_long += 1
         try:
             async with self._long:
-                return await asyncio.to_thread(lambda: tuple(tokenizer.encode(text, add_special_tokens, most)))
+                return await asyncio.to_thread(encode)
         finally:
             self._num_long -= 1
             if not self._num_long:
@@ -166,14 +177,19 @@ class TokenizerRegistry:
         if ALL_LOGPROBS in (params.logprobs, params.prompt_logprobs):
             params = with_counted_logprobs(params, facts.vocab_size, limits.max_logprobs)
         text = request.prompt if request.chat is None else await self._chat_text(request.chat, name, limits)
-        token_ids = await self._prompt_token_ids(request, text, model)
+        longest = facts.max_sequence_len + (request.pooling is not None)
+        second_start = 0
+        if request.second_text is None:
+            token_ids = await self._prompt_token_ids(request, text, model)
+        else:
+            pair = await self._pair(request, model)
+            token_ids, second_start = kept_of_pair(pair, params, longest)
         cache_marks: tuple[KeptPrefix, ...] = ()
         if request.chat is not None and request.chat.marks and isinstance(text, str):
             cache_marks = await self._cache_marks(name, request.chat, text, len(token_ids))
-        if params.truncate_prompt_tokens is not None:
-            is_encoded = facts.computes_whole_prompts and isinstance(text, str)
-            around = self._tokenizers[name].encode("") if is_encoded else ()
-            longest = facts.max_sequence_len + (request.pooling is not None)
+        if params.truncate_prompt_tokens is not None and request.second_text is None:
+            is_text = request.pooling is not None and isinstance(text, str)
+            around = self._tokenizers[name].encode("") if is_text else ()
             token_ids = kept_tokens(token_ids, params, longest, around)
         check_length(request, len(token_ids), facts)
         if params.prompt_logprobs is not None:
@@ -191,6 +207,7 @@ class TokenizerRegistry:
             prompt_token_ids=token_ids,
             sampling_params=params,
             pooling=request.pooling,
+            second_start=second_start,
             **request.service,
             cache_marks=cache_marks if params.truncate_prompt_tokens is None else (),
             # Of a token beyond the model's vocabulary there is no logit.
@@ -224,13 +241,14 @@ class TokenizerRegistry:
         """The token ids of the whole prompt, before truncation."""
         if not isinstance(text, str):
             return text
-        most = model.facts.max_sequence_len if request.sampling_params.truncate_prompt_tokens is None else None
-        try:
+        with _checking_length(request, model.facts) as most:
             return await self.encode(model.name, text, request.chat is None, most)
-        except TooManyTokensError as error:
-            num_tokens = error.num_tokens
-        check_length(request, num_tokens, model.facts)
-        raise AssertionError("a prompt beyond the model's length has passed")
+
+    async def _pair(self, request: GenerationRequest, model: ModelStatus) -> EncodedPair:
+        """The tokens of two texts, before truncation."""
+        first, second, encode = str(request.prompt), request.second_text or "", self._tokenizers[model.name].encode_pair
+        with _checking_length(request, model.facts) as most:
+            return await self._encoded(len(first) + len(second), lambda: encode(first, second, most))
 
     async def echo(self, model: str, asked: GenerationRequest, request: EngineRequest) -> str:
         """The text that `echo` puts before the output of the original request, which has become `request`; of a chat,
@@ -248,6 +266,19 @@ class TokenizerRegistry:
         if 4 * len(token_ids) <= self._inline_bytes:
             return tokenizer.decode(token_ids, skip_special_tokens=False)
         return await asyncio.to_thread(tokenizer.decode, token_ids, skip_special_tokens=False)
+
+
+@contextmanager
+def _checking_length(request: GenerationRequest, facts: ModelInfo) -> Iterator[int | None]:
+    """The most tokens that a prompt may have, None if it is cut. Raises `InvalidRequestError` for more."""
+    try:
+        yield facts.max_sequence_len if request.sampling_params.truncate_prompt_tokens is None else None
+    except TooManyTokensError as error:
+        num_tokens = error.num_tokens
+    else:
+        return
+    check_length(request, num_tokens, facts)
+    raise AssertionError("a prompt beyond the model's length has passed")
 
 
 def _probe_templates(tokenizer: Tokenizer) -> None:

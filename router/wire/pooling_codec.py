@@ -4,14 +4,13 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from holdfast.router.request import FieldNames, GenerationRequest, check_inputs
+from holdfast.router.request import FieldNames, GenerationRequest, check_inputs, truncating
 from holdfast.router.wire.request_codec import PRIORITIES, PRIORITIES_READ, TOKEN_IDS, timeout_in_ms
 from holdfast.router.wire.resume_codec import in_pieces
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
 from holdfast.worker.pooling import PoolingParams
-from holdfast.worker.sampling_params import SamplingParams
 
 _NAMES: Final = FieldNames(
     {
@@ -120,6 +119,8 @@ def _bare(
     priority = PRIORITIES_READ.get(options.priority)
     if priority is None:
         raise InvalidRequestError("options.priority", options.priority, "must be a value of holdfast.v1.Priority")
+    if options.truncate_left and options.truncate_right:
+        raise InvalidRequestError("options.truncate_left", True, "must not be set with truncate_right")
     given = {name: getattr(options, name) for name in _OPTIONAL if options.HasField(name)}
     try:
         return GenerationRequest(
@@ -131,11 +132,7 @@ def _bare(
             tenant=options.tenant,
             names=names,
             pooling=PoolingParams(dimensions=dimensions, use_activation=given.get("use_activation")),
-            sampling_params=SamplingParams(
-                max_tokens=1,
-                truncate_prompt_tokens=given.get("truncate_prompt_tokens"),
-                truncate_right=options.truncate_right,
-            ),
+            sampling_params=truncating(given.get("truncate_prompt_tokens"), "left" if options.truncate_left else None),
         )
     except InvalidRequestError as error:
         raise names().error(error) from None
@@ -148,7 +145,7 @@ def _options(bare: GenerationRequest) -> inference_pb2.PoolingOptions:
     params = bare.sampling_params
     options = inference_pb2.PoolingOptions(
         truncate_prompt_tokens=params.truncate_prompt_tokens,
-        truncate_right=params.truncate_right,
+        truncate_left=params.truncate_prompt_tokens is not None and not params.truncate_right,
         priority=PRIORITIES[bare.priority],
         timeout_ms=timeout_in_ms(bare.timeout_s),
         cache_salt=bare.cache_salt,

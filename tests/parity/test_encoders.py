@@ -13,30 +13,6 @@ from tests.parity.harness import load, on_ranks, worker_config
 from tests.parity.test_pooling import PROMPTS, difference, pooled_by_hand, results, save_pooled, states_of
 
 CLASSIFIER = "AutoModelForSequenceClassification"
-SEPARATOR, SECOND = 4, 5
-"""Tokens of the tokenizers that tests write; the second stands for a text's word."""
-
-
-def write_tokenizer(folder, processor):
-    """As much of a tokenizer.json as a model is read by."""
-    (folder / "tokenizer.json").write_text(json.dumps({"post_processor": processor}))
-
-
-BERT_PAIRS = {
-    "type": "TemplateProcessing",
-    "pair": [
-        {"SpecialToken": {"id": "[CLS]", "type_id": 0}},
-        {"Sequence": {"id": "A", "type_id": 0}},
-        {"SpecialToken": {"id": "[SEP]", "type_id": 0}},
-        {"Sequence": {"id": "B", "type_id": 1}},
-        {"SpecialToken": {"id": "[SEP]", "type_id": 1}},
-    ],
-    "special_tokens": {
-        "[CLS]": {"id": "[CLS]", "ids": [3], "tokens": ["[CLS]"]},
-        "[SEP]": {"id": "[SEP]", "ids": [SEPARATOR], "tokens": ["[SEP]"]},
-    },
-}
-ROBERTA_PAIRS = {"type": "RobertaProcessing", "sep": ["</s>", SEPARATOR], "cls": ["<s>", 3]}
 
 
 @pytest.mark.parametrize("family", ENCODERS)
@@ -97,7 +73,7 @@ def test_scores_of_labels_are_those_of_hugging_face(family, num_labels, tmp_path
     assert difference(results(leader)[0], [one.numpy() for one in expected]) < 1e-6
     plain = results(leader, params=PoolingParams(use_activation=False))[0]
     assert difference(plain, [one.numpy() for one in logits]) < 1e-5
-    assert leader._runner.info.pooling.pair_template == ""  # it has no tokenizer
+    assert leader._runner.info.pooling.pair_template == ""
     leader.close()
 
 
@@ -117,34 +93,31 @@ def test_heads_of_modernbert(changes, tmp_path):
     leader.close()
 
 
-def test_the_second_text_of_a_pair_has_its_own_token_type(tmp_path):
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta"])
+def test_the_second_text_of_a_pair_has_its_own_token_type(family, tmp_path):
+    """In models that tell them apart; others are told of it in vain."""
     from transformers import AutoModelForSequenceClassification
 
-    folder = save_pooled(tmp_path, "bert", CLASSIFIER, num_labels=1)
-    write_tokenizer(folder, {"type": "Sequence", "processors": [BERT_PAIRS]})
-    pairs = [[3, 9, 20, SEPARATOR, 30, 7, 7, SEPARATOR], [3, SEPARATOR, 11, SEPARATOR], [3, 50, 60, SEPARATOR]]
+    folder = save_pooled(tmp_path, family, CLASSIFIER, num_labels=1)
+    pairs = [[3, 9, 20, 4, 30, 7, 7, 4], [3, 4, 11, 4], [3, 50, 60, 4]]
+    starts = [4, 2, 0]
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     expected = []
-    for pair in pairs:
-        first = pair.index(SEPARATOR) + 1
+    for pair, start in zip(pairs, starts, strict=True):
+        first = start if family == "bert" and start else len(pair)
         types = torch.tensor([[0] * first + [1] * (len(pair) - first)])
         with torch.inference_mode():
             expected.append(model(torch.tensor([pair]), token_type_ids=types).logits[0].sigmoid().numpy())
-    leader = load(worker_config(folder))
-    found = results(leader, pairs)[0]
-    assert difference(found, expected) < 1e-6
-    assert leader._runner.info.pooling.pair("a", "b", None) == "a[SEP]b"
-    leader.close()
-    write_tokenizer(folder, ROBERTA_PAIRS)  # whose pairs have one type: planted
-    leader = load(worker_config(folder))
-    assert difference(results(leader, pairs)[0], expected) > 1e-4
-    assert leader._runner.info.pooling.pair("a", "b", None) == "a</s></s>b"
-    leader.close()
+    for size in (1, 2):
+        config = worker_config(folder, size)
+        found = on_ranks(config, lambda one: results(one, pairs, second_starts=starts)[0])
+        assert difference(found, expected) < 1e-6
+        without = on_ranks(config, lambda one: results(one, pairs)[0])
+        assert (difference(without, expected) > 1e-4) == (family == "bert")
 
 
-def test_a_template_of_the_settings_takes_the_place_of_the_tokenizers(tmp_path):
+def test_a_template_of_the_settings(tmp_path):
     folder = save_pooled(tmp_path, "xlm-roberta", CLASSIFIER, num_labels=1)
-    write_tokenizer(folder, ROBERTA_PAIRS)
     leader = load(worker_config(folder, score_template="{query} or {document}"))
     assert leader._runner.info.pooling.pair("a", "b", None) == "a or b"
     leader.close()

@@ -50,7 +50,15 @@ def pooled_by_hand(states, kind):
     return torch.nn.functional.normalize(rows[kind], dim=-1).numpy()
 
 
-def results(leader, prompts=PROMPTS, params=None, max_num_batched_tokens=2048, prefix_caching=False, at_once=True):
+def results(
+    leader,
+    prompts=PROMPTS,
+    params=None,
+    max_num_batched_tokens=2048,
+    prefix_caching=False,
+    at_once=True,
+    second_starts=(),
+):
     """Results of prompts as float32 bytes, and how many tokens of each were cached."""
     info = leader._runner.info
     scheduler = Scheduler(
@@ -71,6 +79,7 @@ def results(leader, prompts=PROMPTS, params=None, max_num_batched_tokens=2048, p
             prompt_token_ids=tuple(prompt),
             sampling_params=SamplingParams(seed=0),
             pooling=params or PoolingParams(),
+            second_start=second_starts[number] if second_starts else 0,
         )
         for number, prompt in enumerate(prompts)
     ]

@@ -7,7 +7,7 @@ between two steps ─► the slot holds it on all ranks, or on none ─► the r
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -151,13 +151,14 @@ class RankAdapters:
             plans[folder.key] = plan
         return plan
 
-    def load_named(self, folders: Mapping[str, str]) -> tuple[Adapter, ...]:
-        """Loads each adapter of the settings once, as a check at the start, and returns them. Raises
-        `ConfigurationError`.
+    def load_named(self, folders: Mapping[str, str], pinned: Collection[str] = ()) -> tuple[Adapter, ...]:
+        """Loads each adapter of the settings once, as a check at the start, and returns them. `pinned` are names.
+
+        Raises `ConfigurationError`.
         """
         found = []
         for name, path in folders.items():
-            adapter = Adapter.in_folder(name, path)
+            adapter = Adapter.in_folder(name, path, pinned=name in pinned)
             self.load(adapter)
             found.append(adapter)
         return tuple(found)
@@ -190,7 +191,8 @@ class RankAdapters:
         """Carries out the leader's order, on another rank."""
         kind, ticket = order[:_HEADER].tolist()
         if kind == Order.FETCH_ADAPTER:
-            self.fetch(ticket, Adapter(*bytes(order[_HEADER:].tolist()).decode().split("\0")))
+            name, digest, path = bytes(order[_HEADER:].tolist()).decode().split("\0")
+            self.fetch(ticket, Adapter(name, digest, path))
         else:
             self.take(ticket, int(order[_HEADER]))
 
@@ -203,7 +205,7 @@ class AdapterOrders:
         self._group = group
 
     def fetch(self, ticket: int, adapter: Adapter, then: Callable[[], None]) -> None:
-        self._order(Order.FETCH_ADAPTER, ticket, list("\0".join(adapter).encode()))
+        self._order(Order.FETCH_ADAPTER, ticket, list("\0".join((adapter.name, adapter.digest, adapter.path)).encode()))
         self.own.fetch(ticket, adapter, then)
 
     def take(self, ticket: int, slot: int) -> Exception | None:

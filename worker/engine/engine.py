@@ -18,9 +18,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Final, TypeVar
 
-from holdfast.worker.engine.adapters import AdapterOrders
+from holdfast.worker.engine.adapter_access import AdapterAccess
 from holdfast.worker.engine.engine_core import EngineCore
-from holdfast.worker.engine.held_requests import AdapterDesk
 from holdfast.worker.engine.inbox import Inbox
 from holdfast.worker.engine.request_guards import NumbersCheck
 from holdfast.worker.engine.steps_in_flight import RunLength, StepsInFlight
@@ -82,6 +81,8 @@ class Engine:
         self._inbox = Inbox()
         self.tier = TierAccess(self._core, self._inbox, clock)
         """Blocks below the cache and in other replicas, for the replica around the engine."""
+        self.adapters = AdapterAccess(self._core, self._inbox, self._land, clock)
+        """Adapters, for the same."""
         self._gpu = gpu
         self._gpu_due_s = -math.inf
         self._stopping = False
@@ -212,19 +213,6 @@ class Engine:
     def forget_cache(self) -> None:
         """Empties the prefix cache. On the engine's thread only, while no request is open."""
         self._core.forget_cache()
-
-    def serve_adapters(self, num_slots: int, orders: AdapterOrders) -> None:
-        """Enables LoRA adapters, with at most this number resident at a time. Call before the start."""
-
-        def later(ticket: int) -> Callable[[], None]:
-            return lambda: self._inbox.put_unless_closed(lambda: self._take_adapter(ticket))
-
-        slots, in_use = self._core.scheduler.adapter_slots, self._core.adapters_in_use
-        self._core.serve_adapters(AdapterDesk(num_slots, slots, in_use, orders.fetch, orders.take, later, self._clock))
-
-    def _take_adapter(self, ticket: int) -> None:
-        self._land()
-        self._core.adapter_loaded(ticket)
 
     def now(self) -> float:
         """The engine's clock, in seconds."""

@@ -158,6 +158,7 @@ class EngineCore:
         """Ends the load of an adapter, between two steps: requests that waited for it continue, or are refused."""
         assert self.adapters is not None
         ready, failure = self.adapters.loaded(ticket)
+        self._reported_step_id = -1  # its statistics have changed
         self._counts.num_adapter_loads, self._counts.adapter_load_s = self.adapters.num_loaded, self.adapters.load_s
         for attempt, one in ready:
             if failure is None:
@@ -338,11 +339,10 @@ class EngineCore:
         concerns_all = self._step_id != self._reported_step_id or self.load != before or self.suspects.has_news
         self._reported_step_id, self.suspects.has_news = self._step_id, False
         stats = None
-        if concerns_all:
-            is_busy = self.scheduler.has_work
-            if not is_busy or self._step_id >= self._stats_step_id + STATS_EVERY_STEPS:
-                self._stats_step_id = self._step_id
-                stats = self.reported_stats = self.scheduler.stats()
+        is_due = not self.scheduler.has_work or self._step_id >= self._stats_step_id + STATS_EVERY_STEPS
+        if concerns_all and is_due:
+            self._stats_step_id = self._step_id
+            stats = self.reported_stats = self.scheduler.stats()
         if self._feeds or (self.tier is not None and self.tier.has_store):
             self._note_cache_events()
         updates = []

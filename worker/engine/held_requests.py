@@ -1,11 +1,11 @@
 """Requests that an engine holds until their prefix's blocks (from the disk or another replica) or their LoRA adapter
 have been loaded. Without IO.
 
-A slot is given to another adapter only when its current adapter has no open request.
+A slot is given to another adapter only when its current adapter has no open request, and is not pinned.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast.worker.adapter import Adapter
@@ -134,6 +134,8 @@ class AdapterDesk:
         self.waiting: dict[Hashable, HeldRequest] = {}
         """Requests by attempt, in order of arrival."""
         self._full: dict[str, Adapter] = {}  # to be loaded once there is a slot
+        self._most_kept = num_slots - 1
+        self._kept: dict[str, Adapter] = {}  # those that stay resident, by digest
 
     @property
     def digests(self) -> list[str]:
@@ -144,6 +146,17 @@ class AdapterDesk:
         """Changes of `digests` since the last call: whether each is among them now."""
         changes, self._changes = self._changes, {}
         return changes
+
+    def keep(self, adapters: Sequence[Adapter]) -> None:
+        """Adapters that stay resident from now on, in place of those before: missing ones are loaded. One slot is left
+        for others.
+        """
+        for one in adapters[self._most_kept :]:
+            logger.warning("adapter %s is not pinned: of %d slots one must stay free", one.name, self._most_kept + 1)
+        self._kept = {one.digest: one for one in adapters[: self._most_kept]}
+        missing = self._kept.keys() - self._full.keys() - set(self.digests)
+        self._full |= {digest: one for digest, one in self._kept.items() if digest in missing}
+        self.advance()
 
     def is_ready(self, adapter: Adapter) -> bool:
         """Whether it is resident. That counts as a use."""
@@ -165,7 +178,8 @@ class AdapterDesk:
     def advance(self) -> None:
         """Begins the loads that there are slots for. To be called when a request has ended."""
         for digest, adapter in list(self._full.items()):
-            if all(one.request.adapter_digest != digest for one in self.waiting.values()):
+            wanted = (one.request.adapter_digest for one in self.waiting.values())
+            if digest not in self._kept and digest not in wanted:
                 del self._full[digest]
             elif self._has_slot():
                 del self._full[digest]
@@ -193,17 +207,21 @@ class AdapterDesk:
         else:
             self._free.append(slot)
             self._changes[adapter.digest] = False
+            if adapter.digest in self._kept:
+                logger.error("adapter %s stays out of memory, although it is pinned: %s", adapter.name, failure)
         ready = [(key, one) for key, one in self.waiting.items() if one.request.adapter_digest == adapter.digest]
         for attempt, _ in ready:
             del self.waiting[attempt]
         return ready, None if failure is None else _refusal(adapter, failure)
 
     def _has_slot(self) -> bool:
-        """Whether there is a slot besides the reserved ones; frees the least recently used one if necessary."""
+        """Whether there is a slot besides the reserved ones; frees the least recently used one that is not pinned if
+        necessary.
+        """
         if len(self._free) > len(self._loading):
             return True
         in_use = self._in_use()
-        unused = next((digest for digest in self._slots if digest not in in_use), None)
+        unused = next((one for one in self._slots if one not in in_use and one not in self._kept), None)
         if unused is None:
             return False
         self._free.append(self._slots.pop(unused))

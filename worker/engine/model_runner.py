@@ -116,7 +116,8 @@ class ModelRunner:
         runner.info = replace(loaded.info, row_invariant=row_invariant)
         if config.model.serves_adapters:
             runner.adapters = RankAdapters(*runner._adapter_parts(), group)
-            runner.info = replace(runner.info, adapters=runner.adapters.load_named(config.model.lora))
+            named = runner.adapters.load_named(config.model.lora, config.model.pinned_loras)
+            runner.info = replace(runner.info, adapters=named, max_loras=config.model.max_loras)
         memory = loaded.backend.block_memory() if isinstance(loaded.backend, NativeBackend) else None
         runner.mover = RankMover.of(config, runner.info, memory, group)
         on_host = memory is not None and not memory.is_on_device
@@ -170,7 +171,13 @@ class ModelRunner:
         if self.mover is not None and fresh.mover is not None:
             self.mover.hand_over_to(fresh.mover)
             self.mover = fresh.mover
-        self.info = replace(fresh.info, path=self.info.path, weights_version=version, adapters=self.info.adapters)
+        self.info = replace(
+            fresh.info,
+            path=self.info.path,
+            weights_version=version,
+            adapters=self.info.adapters,
+            max_loras=self.info.max_loras,
+        )
         self.progress.follow(lambda: fresh.backend.progress.count)
         old.close()
 

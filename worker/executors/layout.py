@@ -248,9 +248,8 @@ class TokenPlaces:
     positions: Tensor
     """[positions, hidden]"""
     segments: Tensor
-    """[1 or 2, hidden]: of all tokens, or of those of a prompt's first text, and of its second."""
-    separator: int | None = None
-    """Token behind whose first one the second text begins; None: a prompt has one text."""
+    """[2, hidden]: of the tokens of a prompt's first text, and of its second; the same where a model tells them not
+    apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

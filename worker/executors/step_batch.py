@@ -1,15 +1,15 @@
 """Step batch: a plan as arrays, and the one array in which the leader broadcasts a step to the other ranks.
 
-    packed:  [S, T, B, C, P, A, D, W, V, E, L, F, G, Q, step id, with logits, with masses, steps |
+    packed:  [S, T, B, C, P, A, D, W, V, E, L, F, G, Q, Y, step id, with logits, with masses, steps |
               S first positions | S token counts | S draw counts | S block counts | T ids | B blocks | C sources |
               C destinations | C slot counts | P rows | A state slots | A draft counts | D sources | D destinations |
               W window block counts | V window blocks | E sources | E destinations | E slot counts | L adapter slots |
-              F idle blocks | G idle slots | Q pooled rows]
+              F idle blocks | G idle slots | Q pooled rows | Y second starts]
 
 It is one int64 array. C, the block copies, and P, the rows that give prompt log-probabilities, are nearly always 0. A
 is S for a model that keeps states, else 0; D are the copies of states. W is S if layers with a window have separate
 blocks, else 0; E are the copies of those. L is S where a sequence has an adapter, else 0. F and G are blocks and slots
-that are idle, Q the rows whose states are pooled.
+that are idle, Q the rows whose states are pooled. Y is S where a sequence has two texts, else 0.
 """
 
 from array import array
@@ -26,7 +26,7 @@ from holdfast.worker.step_plan import BlockCopy, DecodeRows, ScheduledSequence, 
 
 IntArray = NDArray[np.int64]
 
-_HEADER_WORDS: Final = 18
+_HEADER_WORDS: Final = 19
 
 _NO_ROWS: Final = np.zeros(0, dtype=np.int64)
 _NO_COPIES: Final = np.zeros((3, 0), dtype=np.int64)
@@ -85,6 +85,10 @@ class StepBatch:
     """[S] slot of each sequence's adapter, 0 for none; empty where no sequence has one."""
     pooled_rows: IntArray = field(default_factory=lambda: _NO_ROWS)
     """[Q] rows among T whose states are pooled, in the order of the plan; they have no logits."""
+    second_starts: IntArray = field(default_factory=lambda: _NO_ROWS)
+    """[S] position of each sequence's first token of the second of two texts, 0 for none; empty where no sequence has
+    two.
+    """
     with_logits: bool = True
     """False: their argmax is enough."""
     with_masses: bool = False
@@ -161,6 +165,7 @@ class StepBatch:
             idle_slots=np.array(plan.idle_slots, dtype=np.int64) if plan.idle_slots else _NO_ROWS,
             adapter_slots=_adapter_slots(plan) if plan.has_adapters else _NO_ROWS,
             pooled_rows=_pooled_rows(plan) if plan.pools else _NO_ROWS,
+            second_starts=_second_starts(plan) if plan.has_pairs else _NO_ROWS,
             with_logits=with_logits,
             with_masses=with_logits and plan.asks_for_logprobs,
             num_steps=plan.num_steps,
@@ -184,6 +189,7 @@ class StepBatch:
             len(self.idle_blocks),
             len(self.idle_slots),
             len(self.pooled_rows),
+            len(self.second_starts),
             self.step_id,
             self.with_logits,
             self.with_masses,
@@ -193,7 +199,7 @@ class StepBatch:
         states = (self.state_slots, self.num_drafts, self.state_copies.ravel())
         windows = (self.num_window_blocks, self.window_block_ids, self.window_copies.ravel())
         rest = (self.token_ids, self.block_ids, self.block_copies.ravel(), prompt_rows, *states, *windows)
-        last = (self.adapter_slots, self.idle_blocks, self.idle_slots, self.pooled_rows)
+        last = (self.adapter_slots, self.idle_blocks, self.idle_slots, self.pooled_rows, self.second_starts)
         return np.concatenate((np.array(header, dtype=np.int64), *of_sequences, *rest, *last))
 
     @property
@@ -213,18 +219,18 @@ class StepBatch:
         header = packed[:_HEADER_WORDS].tolist()
         num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, num_slots, num_states, *rest = header
         num_windows, total_window_blocks, num_window_copies, num_adapter_slots, *rest = rest
-        num_idle_blocks, num_idle_slots, num_pooled, step_id, *flags, num_steps = rest
+        num_idle_blocks, num_idle_slots, num_pooled, num_seconds, step_id, *flags, num_steps = rest
         with_logits, with_masses = flags
         sizes = [num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_prompt_rows]
         sizes += [num_slots, num_slots, 2 * num_states, num_windows, total_window_blocks, 3 * num_window_copies]
-        sizes += [num_adapter_slots, num_idle_blocks, num_idle_slots, num_pooled]
+        sizes += [num_adapter_slots, num_idle_blocks, num_idle_slots, num_pooled, num_seconds]
         parts, start = [], _HEADER_WORDS
         for size in sizes:
             parts.append(packed[start : start + size])
             start += size
         first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, prompt_rows, *states = parts
         state_slots, num_drafts, state_copies, num_window_blocks, window_block_ids, window_copies, *last = states
-        adapter_slots, idle_blocks, idle_slots, pooled_rows = last
+        adapter_slots, idle_blocks, idle_slots, pooled_rows, second_starts = last
         return cls(
             step_id=step_id,
             token_ids=token_ids,
@@ -245,6 +251,7 @@ class StepBatch:
             idle_slots=idle_slots,
             adapter_slots=adapter_slots,
             pooled_rows=pooled_rows,
+            second_starts=second_starts,
             with_logits=with_logits != 0,
             with_masses=with_masses != 0,
             num_steps=num_steps,
@@ -329,6 +336,11 @@ def _state_copies(plan: StepPlan) -> IntArray:
 def _adapter_slots(plan: StepPlan) -> IntArray:
     of_rows = plan.decodes.columns.adapter_slots or [0] * len(plan.decodes)
     return np.array([*of_rows, *(share.adapter_slot for share in plan.others)], dtype=np.int64)
+
+
+def _second_starts(plan: StepPlan) -> IntArray:
+    of_rows = [0] * len(plan.decodes)
+    return np.array([*of_rows, *(share.second_start for share in plan.others)], dtype=np.int64)
 
 
 def _pooled_rows(plan: StepPlan) -> IntArray:

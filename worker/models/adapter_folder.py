@@ -3,6 +3,7 @@
 Both files are read once, and their digest is computed from the same bytes that are applied.
 """
 
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -78,7 +79,7 @@ class AdapterReader:
     def __init__(self) -> None:
         self._forms: dict[FormKey, AdapterForm] = {}
         self._spare = SpareMemory()
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="adapter-beside")
+        self._beside, self._pid = ThreadPoolExecutor(1, thread_name_prefix="adapter-beside"), os.getpid()
 
     def read(self, name: str, path: str) -> AdapterFolder:
         """Begins to read a folder, and checks its form.
@@ -89,6 +90,8 @@ class AdapterReader:
         given = described(name, path)
         config_file, weights_file = files_in(given, path)
         config = _read(given, config_file)
+        if self._pid != os.getpid():  # a fork has none of its parent's threads
+            self._beside, self._pid = ThreadPoolExecutor(1, thread_name_prefix="adapter-beside"), os.getpid()
         content = AdapterContent(given, weights_file, config, self._spare, self._beside)
         try:
             start = content.there(header_end(content.there(8)))

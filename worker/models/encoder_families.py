@@ -18,7 +18,6 @@ BERT: Final = Family(
         "layer_norm_eps": 1e-12,
         "type_vocab_size": 2,
         "pad_token_id": 0,
-        "separator_token_id": None,
         "tie_word_embeddings": True,
         "eos_token_id": None,
     },

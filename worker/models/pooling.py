@@ -20,11 +20,10 @@ from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.models.encoder import Encoder, HeadPart
 from holdfast.worker.models.encoders import WAY_OUT, check_encoder, encoder_of, why_not_pooled
 from holdfast.worker.models.families import FAMILIES
-from holdfast.worker.models.pair_prompts import pair_form
 from holdfast.worker.models.pooled_layers import FUNCTIONS, Dense, LayerNorm, PooledLayer, Row, numbers_in, numbers_of
 from holdfast.worker.models.text_model import CLASSIFIERS, holds_text_model, is_without_head, served_config
 from holdfast.worker.models.weight_files import weight_files
-from holdfast.worker.models.weights import read_json, tokenizer_folder
+from holdfast.worker.models.weights import read_json
 from holdfast.worker.pooling import (
     NOT_FINITE,
     PoolingActivation,
@@ -219,7 +218,9 @@ class _FolderReader:
         """A model of scores: of a head for labels, or of two tokens of a causal language model."""
         if self._encoder is not None:
             layers = [self._part(self._encoder, part) for part in self._encoder.head(self._raw)]
-            return self._of_labels(PoolingKind(self._encoder.kind(self._raw)), layers, self._template_of_pairs())
+            return self._of_labels(
+                PoolingKind(self._encoder.kind(self._raw)), layers, self._config.score_template or ""
+            )
         tokens = self._raw.get("classifier_from_token")
         weight = self._numbers("score.weight") if tokens is None else self._of_tokens(tokens)
         if weight is None:
@@ -258,12 +259,6 @@ class _FolderReader:
         if part.function not in FUNCTIONS:
             raise self._refused(f"its classifier_activation is {part.function}")
         return Dense(np.ascontiguousarray(weight.T), bias, part.function)
-
-    def _template_of_pairs(self) -> str:
-        """The prompt of two texts by an encoder's tokenizer; empty: it has none."""
-        form = pair_form(tokenizer_folder(self._config, self._folder))
-        own = "" if form is None else f"{{query}}{form.between}{{document}}"
-        return own if self._config.score_template is None else self._config.score_template
 
     def _pair_template(self, tokens: Any) -> str:
         if self._config.score_template is not None:

@@ -83,10 +83,12 @@ class Reference:
         self._files = files
         self._rounded_to = layout.dtype if rounds else None
 
-    def run_model(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Token ids [T] of one sequence -> logits [T, vocab]. `positions` [T] are 0, 1, ... unless given."""
+    def run_model(self, token_ids: Tensor, positions: Tensor | None = None, second_start: int = 0) -> Tensor:
+        """Token ids [T] of one sequence -> logits [T, vocab]. `positions` [T] are 0, 1, ... unless given. The second of
+        two texts begins at `second_start`; 0: there is one.
+        """
         layout, positions = self._layout, torch.arange(len(token_ids)) if positions is None else positions
-        x = placed(layout.places, self._embed(token_ids), token_ids, positions)
+        x = placed(layout.places, self._embed(token_ids), positions, second_start)
         carried = _Carried(positions=positions, inputs=self._inputs(token_ids, x))
         for index in range(len(layout.layers)):
             x = self._run_layer(index, x, carried)

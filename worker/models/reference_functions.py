@@ -39,12 +39,13 @@ def unseen(attention: Attention, positions: Tensor) -> Tensor:
     return hidden
 
 
-def placed(places: TokenPlaces | None, x: Tensor, token_ids: Tensor, positions: Tensor) -> Tensor:
-    """The embedding x [T, hidden] of a prompt, with what is added by places."""
+def placed(places: TokenPlaces | None, x: Tensor, positions: Tensor, second_start: int) -> Tensor:
+    """The embedding x [T, hidden] of a prompt, with what is added by places; its second text, if there is one, begins
+    at `second_start`.
+    """
     if places is None:
         return x
-    is_separator = token_ids == (-1 if places.separator is None else places.separator)
-    is_second = (is_separator.cumsum(0) > is_separator).long()
+    is_second = (positions >= (second_start or len(positions))).long()
     return x + places.segments.to(x.dtype)[is_second] + places.positions.to(x.dtype)[positions]
 
 

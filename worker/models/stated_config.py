@@ -302,7 +302,7 @@ _KINDS: Final[Mapping[str, Callable[[Any], bool]]] = {
         (_or_none(_is_count), "block_ff_dim global_head_dim num_global_key_value_heads top_k_experts"),
         (_or_none(_is_index), "hidden_size_per_layer_input num_kv_shared_layers"),
         (_is_count, "vocab_size_per_layer_input type_vocab_size local_attention global_attn_every_n_layers"),
-        (_or_none(_is_index), "separator_token_id pad_token_id"),
+        (_or_none(_is_index), "pad_token_id"),
         (_or_none(_are_heads_of_layers), "per_layer_config"),
         (_or_none(_is_index), "sliding_window"),
         (_is_index, "max_window_layers sliding_window_pattern n_shared_experts moe_num_shared_experts"),

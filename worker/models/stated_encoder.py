@@ -1,29 +1,12 @@
 """Parts of a layout that encoders alone have: learned positions, and norms that take the residual stream's place."""
 
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from holdfast.worker.config import ModelConfig
 from holdfast.worker.executors.layout import TokenPlaces
 from holdfast.worker.executors.linears import Norm
 from holdfast.worker.models.encoder import Encoder
-from holdfast.worker.models.encoders import encoder_of
 from holdfast.worker.models.family import is_set
-from holdfast.worker.models.pair_prompts import pair_form
 from holdfast.worker.models.rank_share import RankShare
-from holdfast.worker.models.text_model import CLASSIFIERS
-from holdfast.worker.models.weights import tokenizer_folder
-
-
-def separator_entry(config: ModelConfig, raw: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The entry of an encoder's config for the token between two texts, of a model that scores pairs of them."""
-    architecture = str((raw.get("architectures") or [""])[0])
-    if encoder_of(str(raw.get("model_type"))) is None or not architecture.endswith(CLASSIFIERS):
-        return {}
-    form = pair_form(tokenizer_folder(config, folder))
-    return {} if form is None else {"separator_token_id": form.separator}
 
 
 class EncoderBuilder:
@@ -43,8 +26,9 @@ class EncoderBuilder:
         shape, kinds = (first + count, config.hidden_size), (config.type_vocab_size, config.hidden_size)
         positions = share.tensors.take(f"{self._base}{encoder.positions}.weight", shape).narrow(0, first, count)
         segments = share.floats(share.tensors.take(f"{self._base}{encoder.segments}.weight", kinds))
-        separator = config.separator_token_id if encoder.has_second_segment and len(segments) > 1 else None
-        return TokenPlaces(positions=share.floats(positions), segments=segments[:2], separator=separator)
+        is_told_apart = encoder.has_second_segment and len(segments) > 1
+        of_texts = segments[:2] if is_told_apart else segments[:1].repeat(2, 1)
+        return TokenPlaces(positions=share.floats(positions), segments=of_texts)
 
     def attention_norm(self, index: int) -> Norm:
         """The norm before a layer's attention: that of the embedding, or, where norms stay, of the layer before."""

@@ -23,7 +23,7 @@ from holdfast.worker.models.quantized_activations import Kept, kept_form
 from holdfast.worker.models.rank_share import RankShare
 from holdfast.worker.models.rotary import make_rotary
 from holdfast.worker.models.stated_config import NotStated, read_stated_config
-from holdfast.worker.models.stated_encoder import EncoderBuilder, separator_entry
+from holdfast.worker.models.stated_encoder import EncoderBuilder
 from holdfast.worker.models.stated_latent import latent_attention
 from holdfast.worker.models.stated_mlp import MlpBuilder
 from holdfast.worker.models.stated_states import LINEAR, DeltaNetBuilder, KimiDeltaBuilder, MambaBuilder, slices_beside
@@ -56,7 +56,7 @@ def stated_config_of(config: ModelConfig, folder: Path) -> Any:
     """The folder's config.json with the changes of the settings. Raises as `read_stated_config`."""
     changes = {key: value for key, value in config.config_changes.items() if key not in POOLING_ENTRIES}
     written = read_json(folder / "config.json")
-    raw = {**served_config(written, folder), **separator_entry(config, written, folder), **changes}
+    raw = {**served_config(written, folder), **changes}
     return read_stated_config(raw, config.hf_overrides.keys() - POOLING_ENTRIES)
 
 

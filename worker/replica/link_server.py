@@ -21,7 +21,7 @@ from holdfast.worker.replica.link_traces import LinkTraces
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import AttemptKey
 from holdfast.worker.step_update import Heartbeat, Hello, Rejection, StepUpdate
-from holdfast.worker.wire.link_requests import LINK_BOUNDS, engine_request
+from holdfast.worker.wire.link_requests import LINK_BOUNDS, engine_request, kept_adapters
 from holdfast.worker.wire.link_responses import (
     LinkMessageError,
     heartbeat_message,
@@ -310,6 +310,9 @@ class RouterLink:
             case "take_pins":
                 if self._exchange is not None:
                     self._exchange.take_pins(request.take_pins.address)
+            case "keep_adapters":
+                with suppress(InvalidRequestError):  # a router of another release
+                    self._engine.adapters.keep(kept_adapters(request.keep_adapters))
             case "kill":
                 self._kill()
             case _:

@@ -171,7 +171,8 @@ class Replica:
             num_scheduler_steps=config.scheduler.num_scheduler_steps,
         )
         if (orders := leader.adapter_orders()) is not None:
-            engine.serve_adapters(config.model.max_loras, orders)
+            engine.adapters.serve(config.model.max_loras, orders)
+            engine.adapters.keep([one for one in info.adapters if one.pinned])
         replica = cls(info, engine, leader, group, ranks, config.health)
         replica.movers = leader.movers()
         if replica.movers is not None:

@@ -277,6 +277,7 @@ def scheduled_sequence(
         state_slot=sequence.state_slot,
         adapter_slot=sequence.adapter_slot,
         num_drafts=len(drafts.token_ids),
+        second_start=sequence.request.second_start,
         pool=pool,
     )
 

@@ -62,6 +62,7 @@ def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkReque
         adapter=None if request.adapter is None else engine_pb2.Adapter(**request.adapter._asdict()),
         block_source=_source_message(request.block_source),
         pooling=None if request.pooling is None else _pooling_message(request.pooling),
+        second_start=request.second_start,
     )
     return engine_pb2.LinkRequest(submit=submit)
 
@@ -87,6 +88,17 @@ def follow_cache_message() -> engine_pb2.LinkRequest:
 
 def set_log_level_message(level: LogLevel) -> engine_pb2.LinkRequest:
     return engine_pb2.LinkRequest(set_log_level=engine_pb2.SetLogLevel(level=level))
+
+
+def keep_adapters_message(adapters: Iterable[Adapter]) -> engine_pb2.LinkRequest:
+    """The message that names the adapters which stay resident."""
+    kept = [engine_pb2.Adapter(**one._asdict()) for one in adapters]
+    return engine_pb2.LinkRequest(keep_adapters=engine_pb2.KeepAdapters(adapters=kept))
+
+
+def kept_adapters(message: engine_pb2.KeepAdapters) -> tuple[Adapter, ...]:
+    """Raises `InvalidRequestError` for one without a name, a digest or a folder."""
+    return tuple(map(_adapter, message.adapters))
 
 
 def kill_message() -> engine_pb2.LinkRequest:
@@ -126,6 +138,7 @@ LINK_BOUNDS: Final[Bounds] = {
         "grammar": Bound(size=2**24),
     },
     "holdfast.v1.Adapter": dict.fromkeys(("name", "digest", "path"), _NAME),
+    "holdfast.v1.KeepAdapters": {"adapters": Bound(count=2**10)},
     "holdfast.v1.BlockSource": {"address": _NAME},
     "holdfast.v1.TakePins": {"address": _NAME},
     "holdfast.v1.GetPinsRequest": {"kind": _NAME},
@@ -169,6 +182,7 @@ def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> Eng
         adapter=_adapter(submit.adapter) if submit.HasField("adapter") else None,
         block_source=_source(submit),
         pooling=_pooling(submit.pooling) if submit.HasField("pooling") else None,
+        second_start=submit.second_start,
     )
     if request.sampling_params.seed is None:  # clients' -1, which routers replace
         raise InvalidRequestError("sampling_params.seed", params.seed, "must be at least 0 on a link")
@@ -179,7 +193,7 @@ def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> Eng
 def _adapter(message: engine_pb2.Adapter) -> Adapter:
     if not (message.name and message.digest and message.path):
         raise InvalidRequestError("adapter", message.name, "must have a name, a digest and a path")
-    return Adapter(message.name, message.digest, message.path)
+    return Adapter(message.name, message.digest, message.path, message.pinned)
 
 
 def _pooling(message: engine_pb2.PoolingParams) -> PoolingParams:

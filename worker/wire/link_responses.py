@@ -223,7 +223,7 @@ def read_response(message: engine_pb2.LinkResponse | None) -> Hello | StepUpdate
 def _hello(hello: engine_pb2.Hello) -> Hello:
     _check_hello(hello)
     known = {name: getattr(hello, name) for name in _INFO_NAMES if name not in _OWN_FORM}
-    adapters = tuple(Adapter(one.name, one.digest, one.path) for one in hello.adapters)
+    adapters = tuple(Adapter(one.name, one.digest, one.path, one.pinned) for one in hello.adapters)
     eos = frozenset(hello.eos_token_ids)
     return Hello(
         facts=ReplicaFacts(

@@ -131,7 +131,7 @@ class SimulatedReplica(Process):
             self.transfers.register(self.address, self._mover)
 
     def _serve_adapters(self) -> None:
-        """Adapters load in a fixed time; as `Engine.serve_adapters`."""
+        """Adapters load in a fixed time; as `AdapterAccess.serve`."""
         shape, core = self.shape, self.core
 
         def fetch(ticket: int, adapter: Adapter, then: Callable[[], None]) -> None:

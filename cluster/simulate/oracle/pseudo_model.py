@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Final
 
-from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.text.tokenizer import EncodedPair, Tokenizer
 from holdfast.worker.draws import DrawParams, LogitsSettings, banned_token_ids
+from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import TokenLogprob
 
 EOS_TOKEN_ID: Final = 0  # end of sequence
@@ -63,6 +64,12 @@ class PseudoCodec:
 
     def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
         return [_PIECES.index(character.encode()) for character in text]
+
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> EncodedPair:
+        raise InvalidRequestError("second_text", second, "is for models that score pairs of texts")
+
+    def beginning(self, text: str, num_tokens: int) -> str:
+        return text[:num_tokens]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids; invalid UTF-8 is replaced."""

@@ -45,16 +45,18 @@ class PauseResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("name", "path", "model", "replace")
+    __slots__ = ("name", "path", "model", "replace", "pinned")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     model: str
     replace: bool
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., model: _Optional[str] = ..., replace: bool = ...) -> None: ...
+    pinned: bool
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., model: _Optional[str] = ..., replace: bool = ..., pinned: bool = ...) -> None: ...
 
 class LoadAdapterResponse(_message.Message):
     __slots__ = ("digest",)
@@ -171,7 +173,7 @@ class ListClusterModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[ClusterModel, _Mapping]]] = ...) -> None: ...
 
 class ClusterModel(_message.Message):
-    __slots__ = ("name", "status", "num_replicas", "engines", "versions", "num_on_full_disks", "activity", "settings", "adapters")
+    __slots__ = ("name", "status", "num_replicas", "engines", "versions", "num_on_full_disks", "activity", "settings", "adapters", "pinned_adapters")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +197,7 @@ class ClusterModel(_message.Message):
     ACTIVITY_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     status: str
     num_replicas: int
@@ -204,7 +207,8 @@ class ClusterModel(_message.Message):
     activity: str
     settings: str
     adapters: _containers.ScalarMap[str, str]
-    def __init__(self, name: _Optional[str] = ..., status: _Optional[str] = ..., num_replicas: _Optional[int] = ..., engines: _Optional[_Iterable[str]] = ..., versions: _Optional[_Mapping[str, int]] = ..., num_on_full_disks: _Optional[int] = ..., activity: _Optional[str] = ..., settings: _Optional[str] = ..., adapters: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    pinned_adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., status: _Optional[str] = ..., num_replicas: _Optional[int] = ..., engines: _Optional[_Iterable[str]] = ..., versions: _Optional[_Mapping[str, int]] = ..., num_on_full_disks: _Optional[int] = ..., activity: _Optional[str] = ..., settings: _Optional[str] = ..., adapters: _Optional[_Mapping[str, str]] = ..., pinned_adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ChangeModelRequest(_message.Message):
     __slots__ = ("add", "update", "rollback", "remove", "scale")

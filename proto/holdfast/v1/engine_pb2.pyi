@@ -17,7 +17,7 @@ SUSPICION_SUSPECT: Suspicion
 SUSPICION_ON_TRIAL: Suspicion
 
 class LinkRequest(_message.Message):
-    __slots__ = ("submit", "abort", "follow_cache", "set_log_level", "kill", "take_pins", "fetch_ahead")
+    __slots__ = ("submit", "abort", "follow_cache", "set_log_level", "kill", "take_pins", "fetch_ahead", "keep_adapters")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_CACHE_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class LinkRequest(_message.Message):
     KILL_FIELD_NUMBER: _ClassVar[int]
     TAKE_PINS_FIELD_NUMBER: _ClassVar[int]
     FETCH_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    KEEP_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     abort: Abort
     follow_cache: FollowCache
@@ -32,10 +33,11 @@ class LinkRequest(_message.Message):
     kill: Kill
     take_pins: TakePins
     fetch_ahead: Submit
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevel, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., take_pins: _Optional[_Union[TakePins, _Mapping]] = ..., fetch_ahead: _Optional[_Union[Submit, _Mapping]] = ...) -> None: ...
+    keep_adapters: KeepAdapters
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevel, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., take_pins: _Optional[_Union[TakePins, _Mapping]] = ..., fetch_ahead: _Optional[_Union[Submit, _Mapping]] = ..., keep_adapters: _Optional[_Union[KeepAdapters, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion", "request_id", "traceparent", "cache_ttl_s", "cache_prefix_tokens", "cache_marks", "adapter", "block_source", "pooling")
+    __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion", "request_id", "traceparent", "cache_ttl_s", "cache_prefix_tokens", "cache_marks", "adapter", "block_source", "pooling", "second_start")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +56,7 @@ class Submit(_message.Message):
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SOURCE_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    SECOND_START_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -72,7 +75,8 @@ class Submit(_message.Message):
     adapter: Adapter
     block_source: BlockSource
     pooling: PoolingParams
-    def __init__(self, attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[EngineSamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., group_id: _Optional[str] = ..., suspicion: _Optional[_Union[Suspicion, str]] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., cache_ttl_s: _Optional[int] = ..., cache_prefix_tokens: _Optional[int] = ..., cache_marks: _Optional[_Iterable[_Union[CacheMark, _Mapping]]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., block_source: _Optional[_Union[BlockSource, _Mapping]] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ...) -> None: ...
+    second_start: int
+    def __init__(self, attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[EngineSamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., group_id: _Optional[str] = ..., suspicion: _Optional[_Union[Suspicion, str]] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., cache_ttl_s: _Optional[int] = ..., cache_prefix_tokens: _Optional[int] = ..., cache_marks: _Optional[_Iterable[_Union[CacheMark, _Mapping]]] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ..., block_source: _Optional[_Union[BlockSource, _Mapping]] = ..., pooling: _Optional[_Union[PoolingParams, _Mapping]] = ..., second_start: _Optional[int] = ...) -> None: ...
 
 class PoolingParams(_message.Message):
     __slots__ = ("dimensions", "use_activation")
@@ -91,14 +95,16 @@ class CacheMark(_message.Message):
     def __init__(self, num_tokens: _Optional[int] = ..., ttl_s: _Optional[int] = ...) -> None: ...
 
 class Adapter(_message.Message):
-    __slots__ = ("name", "digest", "path")
+    __slots__ = ("name", "digest", "path", "pinned")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     path: str
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+    pinned: bool
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., path: _Optional[str] = ..., pinned: bool = ...) -> None: ...
 
 class BlockSource(_message.Message):
     __slots__ = ("address", "num_tokens", "is_computing", "block_size", "is_leaving")
@@ -285,6 +291,12 @@ class SetLogLevel(_message.Message):
     level: str
     def __init__(self, level: _Optional[str] = ...) -> None: ...
 
+class KeepAdapters(_message.Message):
+    __slots__ = ("adapters",)
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+
 class Kill(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -310,7 +322,7 @@ class Heartbeat(_message.Message):
     def __init__(self, progress: _Optional[int] = ..., expected_gap_s: _Optional[float] = ..., starved_s: _Optional[float] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "answers_digest", "path", "model_type", "dtype", "device", "checkpoint_digest", "kv_bytes_per_token", "num_state_slots", "state_bytes", "state_blocks", "window_tokens", "window_block_size", "transfers_blocks", "executor", "weights_version", "chat_template", "release", "quantization", "weight_bytes", "heartbeat_ms", "frozen_after_ms", "eos_token_ids", "adapters", "pooling")
+    __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "answers_digest", "path", "model_type", "dtype", "device", "checkpoint_digest", "kv_bytes_per_token", "num_state_slots", "state_bytes", "state_blocks", "window_tokens", "window_block_size", "transfers_blocks", "executor", "weights_version", "chat_template", "release", "quantization", "weight_bytes", "heartbeat_ms", "frozen_after_ms", "eos_token_ids", "adapters", "pooling", "max_loras")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -344,6 +356,7 @@ class Hello(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    MAX_LORAS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     model: str
     max_model_len: int
@@ -377,7 +390,8 @@ class Hello(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
     pooling: PoolingFacts
-    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., answers_digest: _Optional[bytes] = ..., path: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., checkpoint_digest: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., num_state_slots: _Optional[int] = ..., state_bytes: _Optional[int] = ..., state_blocks: _Optional[int] = ..., window_tokens: _Optional[int] = ..., window_block_size: _Optional[int] = ..., transfers_blocks: bool = ..., executor: _Optional[str] = ..., weights_version: _Optional[str] = ..., chat_template: _Optional[str] = ..., release: _Optional[str] = ..., quantization: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., frozen_after_ms: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., pooling: _Optional[_Union[PoolingFacts, _Mapping]] = ...) -> None: ...
+    max_loras: int
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., answers_digest: _Optional[bytes] = ..., path: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., checkpoint_digest: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., num_state_slots: _Optional[int] = ..., state_bytes: _Optional[int] = ..., state_blocks: _Optional[int] = ..., window_tokens: _Optional[int] = ..., window_block_size: _Optional[int] = ..., transfers_blocks: bool = ..., executor: _Optional[str] = ..., weights_version: _Optional[str] = ..., chat_template: _Optional[str] = ..., release: _Optional[str] = ..., quantization: _Optional[str] = ..., weight_bytes: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., frozen_after_ms: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., pooling: _Optional[_Union[PoolingFacts, _Mapping]] = ..., max_loras: _Optional[int] = ...) -> None: ...
 
 class PoolingFacts(_message.Message):
     __slots__ = ("task", "kind", "activation", "num_outputs", "is_matryoshka", "dimensions", "labels", "prompt", "pair_template", "is_whole")

@@ -434,7 +434,7 @@ class PoolInput(_message.Message):
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
 
 class PoolingOptions(_message.Message):
-    __slots__ = ("use_activation", "truncate_prompt_tokens", "truncate_right", "priority", "timeout_ms", "cache_salt", "tenant")
+    __slots__ = ("use_activation", "truncate_prompt_tokens", "truncate_right", "priority", "timeout_ms", "cache_salt", "tenant", "truncate_left")
     USE_ACTIVATION_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_RIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -442,6 +442,7 @@ class PoolingOptions(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_LEFT_FIELD_NUMBER: _ClassVar[int]
     use_activation: bool
     truncate_prompt_tokens: int
     truncate_right: bool
@@ -449,7 +450,8 @@ class PoolingOptions(_message.Message):
     timeout_ms: int
     cache_salt: str
     tenant: str
-    def __init__(self, use_activation: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., truncate_right: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., timeout_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    truncate_left: bool
+    def __init__(self, use_activation: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., truncate_right: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., timeout_ms: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., truncate_left: bool = ...) -> None: ...
 
 class PoolResponse(_message.Message):
     __slots__ = ("request_id", "model", "outputs", "labels")

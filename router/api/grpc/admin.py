@@ -53,7 +53,7 @@ class AdminServicer:
         self, message: admin_pb2.LoadAdapterRequest, context: Context
     ) -> admin_pb2.LoadAdapterResponse:
         adapter = await self._checked(context).load_adapter(
-            message.model, message.name, message.path, replaces=message.replace
+            message.model, message.name, message.path, replaces=message.replace, pinned=message.pinned
         )
         return admin_pb2.LoadAdapterResponse(digest=adapter.digest)
 

@@ -60,12 +60,13 @@ class UnpinBody(OrderBody):
 
 class LoadAdapterBody(OrderBody):
     """The folder of an adapter, and the name that requests give as their model; `model` is the base's, if there are
-    several. `load_inplace` replaces another adapter of that name.
+    several. `load_inplace` replaces another adapter of that name; a `pinned` one stays resident in each replica.
     """
 
     lora_name: str
     lora_path: str
     load_inplace: bool = False
+    pinned: bool = False
     model: str = ""
 
 
@@ -133,7 +134,9 @@ class AdminEndpoints:
 
     async def _load_adapter(self, body: LoadAdapterBody) -> str:
         name = body.lora_name
-        await self._operators.load_adapter(body.model, name, body.lora_path, replaces=body.load_inplace)
+        await self._operators.load_adapter(
+            body.model, name, body.lora_path, replaces=body.load_inplace, pinned=body.pinned
+        )
         return f"Success: LoRA adapter '{name}' added successfully."
 
     async def _unload_adapter(self, body: UnloadAdapterBody) -> str:

@@ -18,20 +18,31 @@ from holdfast.router.api.http.bodies import Notes
 from holdfast.router.api.http.json_body import Listed, Reads
 from holdfast.router.api.http.request_reader import RequestReader, tenant_of
 from holdfast.router.api.http.sampling import priority_of
-from holdfast.router.request import GenerationRequest, check_inputs, naming
+from holdfast.router.request import FieldNames, GenerationRequest, check_inputs, naming, truncating
 from holdfast.router.requests.poison_watch import expect_prompts
-from holdfast.router.requests.pooling import PooledPrompt, PoolingDesk
+from holdfast.router.requests.pooling import PairTokens, PooledPrompt, PoolingDesk
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import FIELD
 from holdfast.worker.pooling import PoolingParams, PoolingTask
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.value_types import Neutral
 
 
 class PoolingBody(Reads, Notes):
     """Fields of all endpoints of pooled models."""
 
     renamed: ClassVar[Mapping[str, str]] = {"normalize": "use_activation", "activation": "use_activation"}
+    neutral: ClassVar[Neutral] = {
+        **Reads.neutral,
+        "add_special_tokens": (True,),
+        "embed_dtype": ("float32",),
+        "embedding_type": ("float",),
+        "embedding_types": (["float"],),
+        "endianness": ("native", "little"),
+        "late_chunking": (False,),
+        "padding": ("do_not_pad",),
+    }
     fixed_names: ClassVar[Mapping[str, str]] = {
         f"{FIELD}.": "",
         **dict.fromkeys(("text", "token_ids"), "input"),
@@ -48,6 +59,9 @@ class PoolingBody(Reads, Notes):
     is refused.
     """
     truncation_side: Literal["left", "right"] | None = None
+    """Side that is cut; unset: right, so that the first tokens are kept."""
+    truncate: bool | Literal["NONE", "START", "END"] | None = None
+    """Jina's and Cohere's name: texts that are too long are cut at this side, true: at their end."""
     use_activation: bool | None = None
     """Whether vectors are normalized, or scores activated; unset: as the model says."""
     normalize: bool | None = None
@@ -70,12 +84,15 @@ class PoolingBody(Reads, Notes):
                 pooling=PoolingParams(
                     dimensions=dimensions, use_activation=next((one for one in asked if one is not None), None)
                 ),
-                sampling_params=SamplingParams(
-                    max_tokens=1,
-                    truncate_prompt_tokens=self.truncate_prompt_tokens,
-                    truncate_right=self.truncation_side == "right",
-                ),
+                sampling_params=self._truncating(),
             )
+
+    def _truncating(self) -> SamplingParams:
+        num_tokens, side = self.truncate_prompt_tokens, self.truncation_side
+        if self.truncate not in (None, False, "NONE"):
+            num_tokens = -1 if num_tokens is None else num_tokens
+            side = side or ("left" if self.truncate == "START" else "right")
+        return truncating(num_tokens, side)
 
 
 B = TypeVar("B", bound=PoolingBody)
@@ -102,27 +119,64 @@ class InputBody(PoolingBody):
 
 
 class EmbeddingBody(InputBody):
-    """`POST /v1/embeddings` and `/pooling`."""
+    """`POST /v1/embeddings`."""
 
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] | None = None
 
 
-class ScoreBody(PoolingBody):
+class NumbersBody(EmbeddingBody):
+    """`POST /pooling`."""
+
+    task: str | None = None
+    """Which numbers, by vLLM's name: embed or classify, as the model is; others are refused."""
+
+
+class PairsBody(PoolingBody):
+    """Fields of the endpoints of pairs of texts."""
+
+    instruction: str | None = None
+    max_tokens_per_query: int | None = None
+    """Tokens beyond which a query is cut at its end; unset or 0: it is not."""
+    max_tokens_per_doc: int | None = None
+    """The same of each document."""
+
+    def _check_together(self) -> None:
+        for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+            if (given := getattr(self, name)) is not None and given < 0:
+                raise InvalidRequestError(name, given, "must be at least 0")
+
+    @property
+    def most_tokens(self) -> PairTokens:
+        return PairTokens(self.max_tokens_per_query or 0, self.max_tokens_per_doc or 0)
+
+
+_QUERIES: Final = ("queries", "text_1", "data_1")
+_DOCUMENTS: Final = ("documents", "text_2", "data_2", "items")
+
+
+class ScoreBody(PairsBody):
     """`POST /v1/score`: pairs of texts, under any of the names that vLLM has had for them."""
 
     text_1: str | Listed[str] | None = None
     text_2: str | Listed[str] | None = None
     queries: str | Listed[str] | None = None
     documents: str | Listed[str] | None = None
+    items: str | Listed[str] | None = None
     data_1: str | Listed[str] | None = None
     data_2: str | Listed[str] | None = None
-    instruction: str | None = None
 
     def texts(self) -> tuple[list[str], list[str]]:
         """Queries and documents. Raises `InvalidRequestError`."""
-        queries, documents = ("queries", "text_1", "data_1"), ("documents", "text_2", "data_2")
-        return self._of(queries), self._of(documents)
+        return self._of(_QUERIES), self._of(_DOCUMENTS)
+
+    def names(self) -> FieldNames:
+        """Names of the two lists, as the body has them."""
+        said = {
+            names[0]: next((name for name in names if getattr(self, name) is not None), names[0])
+            for names in (_QUERIES, _DOCUMENTS)
+        }
+        return FieldNames({**said, "text": said["documents"]}, super().names())
 
     def _of(self, names: Sequence[str]) -> list[str]:
         found = [(name, value) for name in names if (value := getattr(self, name)) is not None]
@@ -142,23 +196,23 @@ class RerankDocument(BaseModel):
     text: str
 
 
-class RerankBody(PoolingBody):
+class RerankBody(PairsBody):
     """`POST /v1/rerank`, `/v2/rerank` and `/rerank`."""
+
+    fixed_names: ClassVar[Mapping[str, str]] = {**PoolingBody.fixed_names, "text": "documents"}
 
     query: str
     documents: Listed[str | RerankDocument]
     top_n: int | None = None
     """Best documents to return; unset or 0: all."""
     return_documents: bool | None = None
-    instruction: str | None = None
     max_chunks_per_doc: int | None = None
-    max_tokens_per_doc: int | None = None
 
     def _check_together(self) -> None:
-        for name in ("max_chunks_per_doc", "max_tokens_per_doc"):
-            if getattr(self, name) is not None:
-                limit = "must not be set: documents are read whole; truncate_prompt_tokens cuts prompts"
-                raise InvalidRequestError(name, getattr(self, name), limit)
+        super()._check_together()
+        if self.max_chunks_per_doc is not None:
+            limit = "must not be set: documents are not cut into chunks; max_tokens_per_doc cuts them at their end"
+            raise InvalidRequestError("max_chunks_per_doc", self.max_chunks_per_doc, limit)
         if self.top_n is not None and self.top_n < 0:
             raise InvalidRequestError("top_n", self.top_n, "must be at least 0")
         check_inputs("documents", self.documents)
@@ -178,7 +232,7 @@ class PoolingEndpoints:
 
     bodies: ClassVar[Mapping[str, tuple[type[Reads], str]]] = {
         "/v1/embeddings": (EmbeddingBody, "Vectors of texts."),
-        "/pooling": (EmbeddingBody, "Vectors or scores of texts, as numbers."),
+        "/pooling": (NumbersBody, "Vectors or scores of texts, as numbers."),
         **dict.fromkeys(("/score", "/v1/score"), _SCORE),
         **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _RERANK),
         **dict.fromkeys(("/classify", "/v1/classify"), _CLASSIFY),
@@ -202,10 +256,10 @@ class PoolingEndpoints:
         ]
 
     async def embeddings(self, request: Request) -> ASGIApp:
-        return await self._vectors(request, PoolingTask.EMBED, "embedding", "embedding")
+        return await self._vectors(request, EmbeddingBody, "embedding", "embedding")
 
     async def pooling(self, request: Request) -> ASGIApp:
-        return await self._vectors(request, None, "pooling", "data")
+        return await self._vectors(request, NumbersBody, "pooling", "data")
 
     async def classify(self, request: Request) -> ASGIApp:
         body, bare = await self._body(request, InputBody, lambda one: one.bare(tenant_of(request)))
@@ -224,7 +278,8 @@ class PoolingEndpoints:
         body, bare = await self._body(request, ScoreBody, lambda one: one.bare(tenant_of(request)))
         queries, documents = body.texts()
         expect_prompts(len(queries) + len(documents))
-        found = await unless_gone(request, self._desk.scores(bare, queries, documents, body.instruction))
+        wanted = self._desk.scores(bare, queries, documents, body.instruction, most=body.most_tokens)
+        found = await unless_gone(request, wanted)
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(found.scores)]
         usage, model = _usage(found.prompts), _model(found.prompts)
         return json_response({**_head("score"), "model": model, "data": data, "usage": usage})
@@ -233,7 +288,8 @@ class PoolingEndpoints:
         body, bare = await self._body(request, RerankBody, lambda one: one.bare(tenant_of(request)))
         texts = body.texts()
         expect_prompts(1 + len(texts))
-        found = await unless_gone(request, self._desk.scores(bare, [body.query], texts, body.instruction))
+        wanted = self._desk.scores(bare, [body.query], texts, body.instruction, most=body.most_tokens)
+        found = await unless_gone(request, wanted)
         order = sorted(range(len(texts)), key=lambda index: (-found.scores[index], index))[: body.top_n or None]
         results: list[dict[str, Any]] = [{"index": at, "relevance_score": found.scores[at]} for at in order]
         if body.return_documents is not False:
@@ -244,17 +300,19 @@ class PoolingEndpoints:
 
     # --- inside ---
 
-    async def _vectors(self, request: Request, task: PoolingTask | None, kind: str, name: str) -> ASGIApp:
-        body, bare = await self._body(request, EmbeddingBody, lambda one: one.bare(tenant_of(request), one.dimensions))
+    async def _vectors(self, request: Request, made: type[EmbeddingBody], kind: str, name: str) -> ASGIApp:
+        body, bare = await self._body(request, made, lambda one: one.bare(tenant_of(request), one.dimensions))
         with naming(body.names):
-            self._desk.facts(bare.model, task)
+            found = self._desk.facts(bare.model, None if isinstance(body, NumbersBody) else PoolingTask.EMBED).task
+            if isinstance(body, NumbersBody) and body.task not in (None, found):
+                raise InvalidRequestError("task", body.task, f"must be {found}, as this model's, or unset")
         prompts = await self._pooled(request, bare, body.prompts())
         write = _base64 if body.encoding_format == "base64" else _floats
         content = await self._reader.made(
             sum(len(one.values) for one in prompts),
             lambda: json_response(
                 {
-                    **_head("embd" if task else "pool"),
+                    **_head("pool" if isinstance(body, NumbersBody) else "embd"),
                     "model": _model(prompts),
                     "data": [
                         {"object": kind, "index": index, name: write(one.values)} for index, one in enumerate(prompts)

@@ -94,7 +94,7 @@ class StateEndpoints:
     def _adapter(self, adapter: Adapter, model: ModelStatus) -> dict[str, Any]:
         """An adapter as a model, whose parent is its base."""
         of_adapter = {"id": adapter.name, "root": adapter.path, "parent": model.name, "digest": adapter.digest}
-        return {**self._model(model), **of_adapter}
+        return {**self._model(model), **of_adapter, "pinned": adapter.pinned}
 
     def _model(self, model: ModelStatus) -> dict[str, Any]:
         has_template = self._requests.has_chat_template(model.name)

@@ -298,3 +298,12 @@ def test_a_number_of_any_size_is_kept_exactly_or_refused_by_name(path: str):
             value = getattr(value, name)
         assert value in (float(text), int(text)), "it was rounded"
         assert value <= (MAX_BYTES if SIZES.fullmatch(path) else MAX_WHOLE)
+
+
+def test_pinned_adapters_are_some_of_those_that_are_loaded_at_the_start():
+    loras = {"HOLDFAST_MODEL__LORA": "sql=./a,legal=./b", "HOLDFAST_MODEL__MAX_LORAS": "2"}
+    assert load(flag("model.pinned_loras", "legal"), **loras).config.model.pinned_loras == ("legal",)
+    with pytest.raises(ConfigurationError, match="'poems' must be a name in lora"):
+        load(flag("model.pinned_loras", "legal, poems"), **loras)
+    with pytest.raises(ConfigurationError, match="2 must be fewer than max_loras, 2: a slot must stay"):
+        load(flag("model.pinned_loras", "legal,sql"), **loras)

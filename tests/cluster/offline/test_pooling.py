@@ -6,7 +6,6 @@ import io
 import json
 import sys
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -14,13 +13,13 @@ import pytest
 from holdfast import LLM, Client, LoRARequest, PoolingParams
 from holdfast.cluster.commands.cli import run
 from holdfast.router.api.grpc.pooling import PoolingCalls
-from holdfast.router.api.grpc.server import SERVICE, InferenceServicer, build_server
-from holdfast.router.api.http.app import HttpApi
-from holdfast.router.api.http.server import HttpServer
 from holdfast.router.api.intake import DecodeWorker
-from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.wire.pooling_codec import pool_request
+from holdfast.v1 import inference_pb2
+from holdfast.worker.adapter import Adapter
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.models.pooling import Pooler
+from tests.cluster.offline.doors import grpc_of, http_of
 from tests.worker.models.adapter_folders import merge, save_adapter
 
 TEXTS = ["hello", "a cat sat on the mat", "the quick brown fox jumps over the lazy dog"]
@@ -35,36 +34,15 @@ def llm(tiny_model):
 
 @pytest.fixture(scope="module")
 def http(llm):
-    router = llm._engine._router
-    processor = router._processor
-
-    async def serve() -> HttpServer:
-        server = HttpServer(HttpApi(processor, processor._dispatch_host, LimitsConfig()).app(), "127.0.0.1", 0)
-        await server.start()
-        return server
-
-    server = asyncio.run_coroutine_threadsafe(serve(), router._loop).result(20)
-    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=20) as client:
+    with http_of(llm) as client:
         yield client
-    asyncio.run_coroutine_threadsafe(server.stop(1.0), router._loop).result(20)
 
 
 @pytest.fixture(scope="module")
 def address(llm):
     """Of the gRPC API."""
-    router = llm._engine._router
-    processor = router._processor
-
-    async def serve():
-        servicer = InferenceServicer(processor, processor._dispatch_host)
-        server = build_server({SERVICE: servicer}, RouterConfig(), LimitsConfig())
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        return server, port
-
-    server, port = asyncio.run_coroutine_threadsafe(serve(), router._loop).result(20)
-    yield f"127.0.0.1:{port}"
-    asyncio.run_coroutine_threadsafe(server.stop(1.0), router._loop).result(20)
+    with grpc_of(llm) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +86,87 @@ def test_what_a_model_does_not_give_is_refused(llm, tiny_model, http):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     answer = http.post("/rerank", json={"query": "a", "documents": ["b"] * 2049})
     assert "1 to 2048" in answer.json()["error"]["message"]
+
+
+def test_fields_of_other_servers_are_read_or_refused_by_name(llm, http, vectors):
+    """Jina's and Cohere's `truncate`, vLLM's `items` and `task`; errors name the fields as the body does."""
+    text = "".join(map(chr, range(97, 123))) * 12
+    for truncate, part in ((True, text[:256]), ("END", text[:256]), ("START", text[-256:])):
+        found = http.post("/v1/embeddings", json={"input": text, "truncate": truncate}).json()["data"][0]
+        assert np.float32(found["embedding"]).tolist() == llm.embed(part)[0].outputs.embedding
+    (item,) = http.post("/score", json={"queries": TEXTS[0], "items": TEXTS[:1]}).json()["data"]
+    assert item["score"] == pytest.approx(1)
+    (numbers,) = http.post("/pooling", json={"input": TEXTS[0], "task": "embed"}).json()["data"]
+    assert np.float32(numbers["data"]).tolist() == vectors[0]
+    for path, body, param in (
+        ("/v1/embeddings", {"input": text, "truncate": False}, "input"),
+        ("/v1/embeddings", {"input": text, "truncate": "NONE"}, "input"),
+        ("/v1/embeddings", {"input": "a", "add_special_tokens": False}, "add_special_tokens"),
+        ("/v1/embeddings", {"input": "a", "late_chunking": True}, "late_chunking"),
+        ("/pooling", {"input": "a", "task": "classify"}, "task"),
+        ("/pooling", {"input": "a", "task": "token_embed"}, "task"),
+        ("/rerank", {"query": "a", "documents": [text]}, "documents"),
+        ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
+        ("/rerank", {"query": "a", "documents": ["b"], "max_chunks_per_doc": 4}, "max_chunks_per_doc"),
+        ("/score", {"text_1": "a", "text_2": [text]}, "text_2"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
+    ):
+        answer = http.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), (path, body)
+    body = {"query": text, "documents": [text], "max_tokens_per_doc": 7, "max_tokens_per_query": 9}
+    (best,) = http.post("/v2/rerank", json=body).json()["results"]
+    assert best["relevance_score"] == llm.score(text[:9], text[:7])[0].outputs.score
+    assert best["document"] == {"text": text}
+    body |= {"query": "a", "documents": ["b"], "max_tokens_per_doc": 0}
+    assert http.post("/rerank", json=body).status_code == 200
+
+
+@pytest.fixture
+def ended(tmp_path, tiny_model):
+    """The model with a tokenizer that adds tokens around a text, of which the last one's state is the vector."""
+    from tokenizers import Tokenizer, processors
+
+    for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(tiny_model / name)
+    tokenizer = Tokenizer.from_file(str(tiny_model / "tokenizer.json"))
+    special = [("<pad>", 257), ("<eos>", 256)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<pad> $A <eos>", special_tokens=special)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_a_decoder_keeps_the_tokens_around_a_text_that_is_cut(ended):
+    """As Hugging Face's tokenizers do: without its end, a vector of the last token would be that of another one."""
+    from transformers import AutoTokenizer
+
+    text = "the quick brown fox jumps over the lazy dog " * 8
+    with LLM(str(ended), runner="pooling", **SETTINGS) as llm:
+        for most, side in ((-1, "right"), (12, "right"), (12, "left")):
+            tokenizer = AutoTokenizer.from_pretrained(ended, truncation_side=side)
+            expected = tokenizer(text, truncation=True, max_length=256 if most == -1 else most)["input_ids"]
+            (cut,) = llm.embed(text, truncate_prompt_tokens=most, truncation_side=side)
+            assert cut.prompt_token_ids == expected
+            assert (expected[0], expected[-1]) == (257, 256)
+            (whole,) = llm.embed([expected])
+            assert cut.outputs.embedding == whole.outputs.embedding
+
+
+def test_every_door_cuts_the_same_side(llm, http, client):
+    """The end of a text, unless the left side is asked for."""
+    text = "".join(map(chr, range(97, 123)))
+    first, last = ([one.outputs.embedding for one in llm.embed(part)] for part in (text[:9], text[-9:]))
+    for side, expected in ((None, first), ("right", first), ("left", last)):
+        asked = {"truncate_prompt_tokens": 9, "truncation_side": side}
+        assert [one.outputs.embedding for one in llm.embed(text, **asked)] == expected
+        assert [list(one.values) for one in client.pool([text], **asked).outputs] == expected
+        found = http.post("/v1/embeddings", json={"input": text, **asked}).json()["data"]
+        assert [np.float32(one["embedding"]).tolist() for one in found] == expected
+        ours, theirs = llm.score(text, text[:9], **asked)[0].outputs.score, client.score(text, text[:9], **asked)
+        assert theirs == [ours]
+        assert (ours > 1 - 1e-6) == (side != "left")
+    options = inference_pb2.PoolingOptions(truncate_left=True, truncate_right=True)
+    with pytest.raises(InvalidRequestError, match="truncate_left"):
+        pool_request(inference_pb2.PoolRequest(inputs=[{"text": text}], options=options))
 
 
 def test_openai_sdk_gets_the_same_vectors(http, vectors):
@@ -159,6 +218,11 @@ def test_the_command_prints_the_same_vectors(tiny_model, address, vectors, capsy
     assert run(["embed", TEXTS[0], "--model", str(tiny_model), *settings]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [printed(vectors[0])]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(TEXTS)))
+    cut = ["embed", "a cat sat", "--server", address, "--truncate-prompt-tokens", "5", "--truncation-side"]
+    for side, part in (("left", "t sat"), ("right", "a cat")):
+        assert run([*cut, side]) == run(["embed", part, "--server", address]) == 0
+        ours, whole = capsys.readouterr().out.splitlines()
+        assert ours == whole
     assert run(["embed", "-", "--server", address]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == list(map(printed, vectors))
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
@@ -238,6 +302,14 @@ def test_vectors_with_adapters_are_those_of_the_merged_model(tmp_path, tiny_mode
         texts, of = [text for text in TEXTS for _ in range(3)], [None, *loras] * len(TEXTS)
         company = [one.outputs.embedding for one in llm.embed(texts, lora_request=of)]
         alone = [llm.embed(text, lora_request=lora)[0].outputs.embedding for text, lora in zip(texts, of, strict=True)]
+        scores = [one.outputs.score for one in llm.score(TEXTS[0], TEXTS, lora_request=loras[0])]
+        assert scores == [pytest.approx(float(np.dot(company[1], one)), abs=1e-6) for one in company[1::3]]
+        with pytest.raises(InvalidRequestError, match="lora_request"):
+            llm.score(TEXTS[0], TEXTS, lora_request=[*loras, None])
+        router = llm._engine._router
+        adapter, model = Adapter.in_folder("new", str(folders[0])), llm.engine.info.model
+        tried = router._processor.try_adapter(model, adapter)  # as where operators load one
+        asyncio.run_coroutine_threadsafe(tried, router._loop).result(20)
     assert company == alone
     assert company[::3] == vectors
     for number in (1, 2):

@@ -223,6 +223,9 @@ class Dialled:
     def retire(self, is_retired: bool) -> None:
         self.retired.append(is_retired)
 
+    def keep_adapters(self) -> None:
+        """There are none."""
+
     def set_log_level(self, level: object) -> None:
         pass
 

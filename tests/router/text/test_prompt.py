@@ -38,7 +38,10 @@ def test_the_end_of_a_prompt_is_kept(wanted, max_tokens, kept):
         (5, True, (1, 10, 11, 12, 2)),
         (5, False, (1, 12, 13, 14, 2)),
         (100, False, (1, 10, 11, 12, 13, 14, 2)),
-        (2, True, (1, 10)),  # too few for any of the text
+        (2, True, (1, 2)),
+        (2, False, (1, 2)),
+        (1, True, (1,)),  # too few for the tokens around it
+        (1, False, (2,)),
     ],
 )
 def test_tokens_around_a_text_are_kept(wanted, right, kept):

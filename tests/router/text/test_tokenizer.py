@@ -241,3 +241,19 @@ def test_the_other_templates_of_a_folder_have_names(tmp_path: Path):
     assert files.with_chat_template("given").chat_templates == {"default": "given"}
     with pytest.raises(InvalidRequestError, match="default, rag"):
         files.template_of(name="tool_use")
+
+
+@pytest.mark.parametrize(
+    "text", ["The quick brown fox jumps over the lazy dog", "héllo wörld 漢字 😀😀 x", "aaaa  \n\n bbbb", ""]
+)
+def test_the_beginning_of_a_text_has_no_more_tokens_than_are_asked_for(text):
+    """Cut behind a token's last whole character, as offsets tell; a text that fits is left alone."""
+    tokenizer = Tokenizer.load(str(bundled_path("demo")))
+    whole = tokenizer.encode(text, False)
+    for most in range(len(whole) + 2):
+        found = tokenizer.beginning(text, most)
+        assert text.startswith(found)
+        assert len(tokenizer.encode(found, False)) <= most
+        assert (found == text) == (len(whole) <= most)
+        if text.isascii() and most < len(whole):
+            assert found == tokenizer.decode(whole[:most])

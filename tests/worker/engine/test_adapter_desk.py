@@ -110,3 +110,84 @@ def test_loads_are_counted_and_timed(bench):
     bench.loaded("a")
     stats = bench.core.scheduler.stats()
     assert (stats.num_adapter_loads, stats.num_resident_adapters, stats.adapter_load_s) == (1, 1, 0.25)
+
+
+def adapter(name: str) -> Adapter:
+    return Adapter(name, name, "folder", pinned=True)
+
+
+def resident(bench: Bench) -> set[str]:
+    return set(bench.core.scheduler.adapter_slots)
+
+
+def test_a_pinned_adapter_is_loaded_without_a_request_and_keeps_its_slot(bench):
+    bench.core.adapters.keep([adapter("a")])
+    assert bench.told() == stored("a")
+    bench.loaded("a")
+    ((_, update),) = bench.core.take_updates()
+    assert update.stats is not None, "told without a step"
+    assert (update.stats.num_resident_adapters, update.stats.num_adapter_loads) == (1, 1)
+    assert bench.core.take_updates() == []
+    for name in "bcb":
+        bench.ask(name)
+        bench.loaded(name)
+        bench.run()
+        assert resident(bench) == {"a", name}
+    bench.core.adapters.keep([])  # no longer: it is the one that was not used for the longest time
+    bench.ask("c")
+    bench.loaded("c")
+    assert resident(bench) == {"b", "c"}
+
+
+def test_a_pinned_adapter_waits_for_a_slot_and_takes_it_first(bench):
+    for name in "ab":
+        bench.ask(name)
+        bench.loaded(name)
+    bench.core.adapters.keep([adapter("c")])
+    assert "c" not in bench.loads
+    bench.run()
+    assert list(bench.loads) == ["c"]
+    bench.loaded("c")
+    assert "c" in resident(bench)
+    bench.core.adapters.keep([adapter("c")])
+    assert not bench.loads, "it is here"
+
+
+def test_one_slot_stays_for_others(bench, caplog):
+    bench.core.adapters.keep([adapter("a"), adapter("b")])
+    assert "adapter b is not pinned: of 2 slots one must stay free" in caplog.text
+    bench.loaded("a")
+    bench.ask("b")
+    bench.loaded("b")
+    bench.run()
+    bench.ask("c")
+    bench.loaded("c")
+    assert resident(bench) == {"a", "c"}
+
+
+def test_a_pinned_adapter_that_cannot_be_loaded_is_told_in_the_log_and_tried_again_with_a_request(bench, caplog):
+    bench.failure = ConfigurationError("its folder is gone")
+    bench.core.adapters.keep([adapter("a")])
+    bench.loaded("a")
+    assert "adapter a stays out of memory, although it is pinned: " in caplog.text
+    assert "its folder is gone" in caplog.text
+    assert not bench.loads
+    bench.failure = None
+    bench.ask("a")
+    bench.loaded("a")
+    bench.run()
+    for name in "bc":
+        bench.ask(name)
+        bench.loaded(name)
+        bench.run()
+    assert resident(bench) == {"a", "c"}
+
+
+def test_a_pin_that_ends_while_it_waits_for_a_slot_loads_nothing(bench):
+    for name in "ab":
+        bench.ask(name)
+        bench.loaded(name)
+    bench.core.adapters.keep([adapter("c")])
+    bench.core.adapters.keep([])
+    bench.run()
+    assert not bench.loads

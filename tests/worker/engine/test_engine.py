@@ -299,7 +299,7 @@ class NeverLoaded:
 def test_so_is_a_request_that_waits_for_its_adapter():
     engine, _, recorder = make_engine(is_started=False)
     orders = NeverLoaded()
-    engine.serve_adapters(2, orders)
+    engine.adapters.serve(2, orders)
     engine.start()
     try:
         engine.submit(replace(make_request("held"), adapter=Adapter("a", "12", "/nowhere")), recorder)

@@ -14,6 +14,7 @@ class Part:
     first: int
     token_ids: Sequence[int]
     blocks: Sequence[int]
+    second_start: int = 0
 
 
 def batch_of(parts: Sequence[Part], block_size: int, copies: Sequence[BlockCopy] = ()) -> StepBatch:
@@ -26,6 +27,7 @@ def batch_of(parts: Sequence[Part], block_size: int, copies: Sequence[BlockCopy]
             block_ids=tuple(part.blocks[: -(-(part.first + len(part.token_ids)) // block_size)]),
             draw=None,
             num_draws=len(part.token_ids),
+            second_start=part.second_start,
         )
         for number, part in enumerate(parts)
     )

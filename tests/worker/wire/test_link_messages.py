@@ -21,6 +21,7 @@ from holdfast.worker.errors import (
 from holdfast.worker.log_level import LOG_LEVELS
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.parameters import MAX_LOGPROBS, MAX_SEED, MAX_WHOLE
+from holdfast.worker.pooling import PoolingParams
 from holdfast.worker.request import (
     AttemptKey,
     EngineLoad,
@@ -107,6 +108,8 @@ requests = of(
     time_left_s=st.none() | seconds,
     poison_risk=st.sampled_from(PoisonRisk),
     traceparent=text,
+    pooling=st.none() | of(PoolingParams, dimensions=st.none() | positive, use_activation=st.none() | st.booleans()),
+    second_start=uint32,
 )
 tops = st.lists(st.tuples(uint32, float32), max_size=3).map(tuple)
 logprobs = of(TokenLogprob, token_id=uint32, logprob=float32, rank=uint32, top=tops)

@@ -234,5 +234,4 @@ class NativeModel(Structure):
         ("sum_parts", c_int),
         ("num_sites", c_int),
         ("embedding_site", c_int),
-        ("separator", c_int),
     )

@@ -132,11 +132,9 @@ class PackedModel(PartPacker):
             sum_parts=2 if any(layer.beside for layer in layout.layers) else 1,
             num_sites=num_sites,
             embedding_site=num_sites,
-            separator=-1,
         )
         if (places := layout.places) is not None:
             model.positions, model.segments = self._lines(places.positions), self._lines(places.segments)
-            model.separator = -1 if places.separator is None else places.separator
         if head is not None:
             model.head.site = 0  # its number is that of the other model
         return model

@@ -48,6 +48,7 @@ class RunningStep:
             None,
             None,
             None,
+            array_address(batch.second_starts) if batch.second_starts.size else None,
             len(batch.token_ids),
             len(batch.num_tokens),
             len(self._wanted),

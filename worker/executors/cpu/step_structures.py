@@ -32,6 +32,7 @@ class NativeStep(Structure):
         ("adapter_of", c_void_p),
         ("adapters", c_void_p),
         ("pooled", c_void_p),
+        ("second_starts", c_void_p),
         ("num_rows", c_int),
         ("num_sequences", c_int),
         ("num_wanted", c_int),

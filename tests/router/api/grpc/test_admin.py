@@ -191,7 +191,14 @@ class _Control:
         self.may_end.set()
 
     async def list_models(self) -> list[ClusterModel]:
-        facts = {"status": "RUNNING", "num_replicas": 2, "versions": {"v": 2}, "settings": "{}", "adapters": {"a": "d"}}
+        facts = {
+            "status": "RUNNING",
+            "num_replicas": 2,
+            "versions": {"v": 2},
+            "settings": "{}",
+            "adapters": {"a": "d"},
+            "pinned_adapters": ("a",),
+        }
         return [ClusterModel(name="m", **facts)]
 
     async def change(self, change):

@@ -50,7 +50,7 @@ async def test_loaded_listed_asked_replaced_and_unloaded(tmp_path):
         assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
         adapter = Adapter.in_folder("sql", body["lora_path"])
         tried = replica.submits[-1].adapter
-        assert (tried.name, tried.digest, tried.path) == tuple(adapter)
+        assert (tried.name, tried.digest, tried.path, tried.pinned) == tuple(adapter)
         models = {one["id"]: one for one in (await client.get("/v1/models")).json()["data"]}
         assert models["sql"]["parent"] == "fake"
         assert (models["sql"]["digest"], models["sql"]["root"]) == (adapter.digest, adapter.path)
@@ -64,10 +64,12 @@ async def test_loaded_listed_asked_replaced_and_unloaded(tmp_path):
         folder_of(tmp_path / "sql", "two")
         refused = await client.post(ADAPTERS, json=body)
         assert refused.status_code == 400
-        assert "load_inplace" in refused.json()["error"]["message"]
+        assert "load_inplace (--replace)" in refused.json()["error"]["message"]
         assert (await client.post(ADAPTERS, json={**body, "load_inplace": True})).status_code == 200
         await asks(client, "sql")
         assert replica.submits[-1].adapter.digest != adapter.digest
+        unknown = (await asks(client, "sqq")).json()["error"]["message"]
+        assert unknown == "model 'sqq' is not served here; served: fake, sql"
         gone = await client.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
         assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
         assert (await asks(client, "sql")).status_code == 404
@@ -133,6 +135,61 @@ async def test_a_failover_goes_on_with_the_same_content(tmp_path):
         assert (await streaming).json()["choices"] == undisturbed
         went_on = [one for one in other.submits if one.output_token_ids]
         assert {one.adapter.digest for one in went_on} == {digest}
+
+
+def names_of(adapters) -> list[str]:
+    return [one.name for one in adapters]
+
+
+@on_a_loop
+async def test_a_pinned_adapter_is_told_to_each_replica_also_to_one_that_comes_back(tmp_path):
+    replica = await FakeReplica.start()
+    replica.max_loras = 3
+    replica.adapters = [engine_pb2.Adapter(name="legal", digest="d" * 64, path="/legal", pinned=True)]
+    async with site(replica, http=True) as place, client_of(place) as client:
+        await replica.until(lambda: len(replica.kept) == 1)
+        assert names_of(replica.kept[0]) == ["legal"]
+        body = folder_of(tmp_path / "sql")
+        assert (await client.post(ADAPTERS, json=body)).status_code == 200
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert {one["id"]: one.get("pinned") for one in listed} == {"fake": None, "legal": True, "sql": False}
+        assert (await client.post(ADAPTERS, json={**body, "pinned": True})).status_code == 200
+        await replica.until(lambda: len(replica.kept) == 2)
+        assert names_of(replica.kept[1]) == ["legal", "sql"]
+        assert replica.kept[1][1] == engine_pb2.Adapter(
+            **Adapter.in_folder("sql", body["lora_path"], pinned=True)._asdict()
+        )
+        await replica.kill()
+        again = await FakeReplica.start(port=replica.port)  # as after the replica's restart
+        again.max_loras, again.adapters = replica.max_loras, replica.adapters
+        place.replicas[:] = [again]
+        await again.until(lambda: bool(again.kept))
+        assert names_of(again.kept[-1]) == ["legal", "sql"]
+        assert (await client.post(ADAPTERS, json=body)).status_code == 200  # as the last load says
+        await again.until(lambda: names_of(again.kept[-1]) == ["legal"])
+        await client.post("/v1/unload_lora_adapter", json={"lora_name": "legal"})
+        await again.until(lambda: names_of(again.kept[-1]) == [])
+        await again.kill()
+
+
+@on_a_loop
+async def test_a_pin_that_would_take_the_last_slot_is_refused_before_anything_is_loaded(tmp_path):
+    replica = await FakeReplica.start()
+    replica.max_loras = 2
+    async with site(replica, http=True) as place, client_of(place) as client:
+        body = folder_of(tmp_path / "sql")
+        assert (await client.post(ADAPTERS, json={**body, "pinned": True})).status_code == 200
+        other = {**folder_of(tmp_path / "other", "two"), "lora_name": "other", "pinned": True}
+        num_tried = len(replica.submits)
+        refused = await client.post(ADAPTERS, json=other)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "pinned")
+        assert "last slot of a replica: other, sql of model.max_loras = 2" in refused.text
+        assert len(replica.submits) == num_tried
+        assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["fake", "sql"]
+        assert (await client.post(ADAPTERS, json={**body, "pinned": True})).status_code == 200
+        assert (await client.post(ADAPTERS, json={**other, "pinned": False})).status_code == 200
+        await client.post("/v1/unload_lora_adapter", json={"lora_name": "sql"})
+        assert (await client.post(ADAPTERS, json=other)).status_code == 200
 
 
 @on_a_loop

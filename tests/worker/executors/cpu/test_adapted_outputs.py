@@ -1,5 +1,7 @@
 """Outputs of packed linears by module: each place of packed matrices has the number that its definition names."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -37,6 +39,16 @@ CASES = {
 }
 
 
+@dataclass(frozen=True)
+class WholeContent:
+    """A file of which all is there."""
+
+    whole: memoryview
+
+    def there(self, least: int) -> memoryview:
+        return self.whole
+
+
 def in_a_file(matrices):
     """Parts [rank, inputs] and [outputs, rank], and the content that they lie in, behind a byte of something else."""
     content, parts = bytearray(b"x"), []
@@ -46,7 +58,7 @@ def in_a_file(matrices):
             places.append(StoredMatrix(matrix.dtype, tuple(matrix.shape), len(content)))
             content += matrix.numpy().tobytes()
         parts.append(LowRank(a=places[0], b=places[1], scale=len(a) / 2) if len(a) else None)
-    return tuple(parts), memoryview(content)
+    return tuple(parts), WholeContent(memoryview(content))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -100,7 +112,7 @@ def test_matrices_of_any_type_and_inputs_that_do_not_follow_each_other(stored):
     part = LowRank(a=places[0], b=places[1], scale=1.0)
     added = AdaptedLinear(parts=(part,), part_of=part_of, rows=rows, columns=columns, probe=probe)
     plan = AdapterPlan(Sites({"0.up": site}), {"0.up": added}, torch.bfloat16)
-    packed = PackedAdapter(library_or_skip(), plan, memoryview(content), mapped_memory(plan.num_bytes))
+    packed = PackedAdapter(library_or_skip(), plan, WholeContent(memoryview(content)), mapped_memory(plan.num_bytes))
     numbers = torch.frombuffer(packed.memory, dtype=torch.bfloat16, count=64 * LANES).view(2, 32, LANES)
     assert numbers[:, :3, :5].reshape(INPUTS, 5).T.equal(a[:, columns].float().bfloat16())
     ((difference,),) = packed.differences.values()

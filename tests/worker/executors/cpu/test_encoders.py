@@ -1,7 +1,5 @@
 """Encoders on the native executor: what the reference computes, with the same bits in any company, class and blocks."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -23,11 +21,12 @@ SEQUENCES = [tokens(length, seed=length) for length in (90, 1, 150, 2, 64, 33)]
 
 
 def encoder(model: str, dtype: torch.dtype = BF16) -> DecoderLayout:
-    """With two texts in a prompt, where a model tells them apart."""
-    layout = layout_of(model, dtype, BITS.get(model, ()))
-    if layout.places is None or len(layout.places.segments) == 1:
-        return layout
-    return replace(layout, places=replace(layout.places, separator=SEQUENCES[0][20]))
+    return layout_of(model, dtype, BITS.get(model, ()))
+
+
+def part_of(runner: Runner, ids: list[int]) -> Part:
+    """A prompt whose second half is a second text, where it has more than a few tokens."""
+    return Part(0, ids, runner.blocks(len(ids)), len(ids) // 2 if len(ids) > 2 else 0)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32, F16])
@@ -36,10 +35,21 @@ def test_an_encoder_is_computed_as_the_reference_does(model, dtype):
     check(encoder(model, dtype), dtype, chunks=())
 
 
+def test_two_texts_are_told_apart_as_the_reference_does():
+    layout, ids = encoder("bert", F32), SEQUENCES[0]
+    runner = Runner(layout)
+    found = {at: runner.step(Part(0, ids, runner.blocks(len(ids)), at))[0] for at in (0, 1, 45, len(ids) - 1)}
+    runner.close()
+    for at, logits in found.items():
+        exact = Reference(layout, dtype=torch.float64).run_model(torch.tensor(ids), second_start=at)
+        assert (logits - exact).abs().max() <= 1e-5 * exact.abs().max()
+        assert at == 0 or (found[0] - exact).abs().max() > 1e-2 * exact.abs().max()
+
+
 def alone(layout: DecoderLayout, **settings: object) -> list[Tensor]:
     runner = Runner(layout, **settings)
     runner.fill(torch.nan)
-    found = [runner.run(ids) for ids in SEQUENCES]
+    found = [runner.step(part_of(runner, ids))[0] for ids in SEQUENCES]
     runner.close()
     return found
 
@@ -48,7 +58,7 @@ def together(layout: DecoderLayout, **settings: object) -> list[Tensor]:
     """In one step, the last sequence first."""
     runner = Runner(layout, **settings)
     runner.fill(torch.nan)
-    found = runner.step(*(Part(0, ids, runner.blocks(len(ids))) for ids in reversed(SEQUENCES)))
+    found = runner.step(*(part_of(runner, ids) for ids in reversed(SEQUENCES)))
     runner.close()
     return found[::-1]
 
@@ -82,7 +92,7 @@ def test_rows_that_are_wanted_have_the_bits_that_they_have_among_all(model):
     layout = encoder(model)
     expected = alone(layout)
     runner = Runner(layout, threads=2)
-    parts = [Part(0, ids, runner.blocks(len(ids))) for ids in SEQUENCES]
+    parts = [part_of(runner, ids) for ids in SEQUENCES]
     starts = [sum(map(len, SEQUENCES[:number])) for number in range(len(SEQUENCES))]
     assert same_bits(runner.some(starts, *parts), torch.stack([logits[0] for logits in expected]))
     assert same_bits(runner.some([starts[2] + 7, starts[2] + 8], *parts), expected[2][7:9])

@@ -235,7 +235,7 @@ struct NativeModel {
   const NativeTokenInputs* inputs;  // or null
   const NativeExchange* exchange;   // null: a step stops where a sum over ranks is due
   const float* positions;           // [positions][hidden, filled up to sixteens]: added to the embedding; or null
-  const float* segments;            // likewise, one row, or the second for the tokens behind the first `separator`
+  const float* segments;            // likewise, two rows: for tokens of a prompt's first text, and of its second
   float embedding_scale, logit_scale, logit_softcap;
   int num_layers, num_rotaries, hidden, first_vocab_row, vocab_rows,
       vocab_size;                               // rows: of this rank; the last ranks' may lie beyond the vocabulary
@@ -243,7 +243,6 @@ struct NativeModel {
   int sum_parts;       // sums that a half of a layer leaves beside each other: 2 with a mixture beside an MLP, else 1
   int num_sites;       // linears that adapters may add to, and the embedding
   int embedding_site;  // number of the embedding among them; 0: none
-  int separator;       // the token behind which a prompt's second text begins; -1: there is none
 };
 
 struct NativeStep {
@@ -263,6 +262,7 @@ struct NativeStep {
   const int* adapter_of;          // [rows]: its number among `adapters`, or -1; null: no row has one
   const NativeAdapter* adapters;  // [num_adapters]
   float* pooled;                  // [num_pooled][hidden, up to a multiple of 16]: behind the final norm; or null
+  const long* second_starts;      // [num_sequences]: where the second of two texts begins, or 0; null: none has two
   int num_rows, num_sequences, num_wanted;
   int first_layer;  // where the step begins: 0, but for a proof of one layer
   int num_adapters;

@@ -32,9 +32,10 @@ template <class W> void Decoder<W>::list_places() {
   places.clear();
   for (int i = 0; i < step.num_sequences; i++) {
     const SequenceView& seq = attention.sequences[i];
-    for (int t = 0, segment = 0; t < seq.num_tokens; t++) {
-      places.push_back({seq.first_position + t, segment});
-      if (step.token_ids[seq.first_row + t] == m.separator) segment = 1;
+    const long second = step.second_starts ? step.second_starts[i] : 0;
+    for (int t = 0; t < seq.num_tokens; t++) {
+      const int position = seq.first_position + t;
+      places.push_back({position, second && position >= second});
     }
   }
 }
