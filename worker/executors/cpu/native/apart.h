@@ -61,6 +61,7 @@ template <class W> class Apart {
       piece.num_sequences++, piece.num_rows += (int)*rest.num_tokens, rest.blocks += *rest.num_blocks;
       rest.num_sequences--, rest.num_tokens++, rest.num_blocks++, rest.first_positions++;
       if (rest.num_window_blocks) rest.window_blocks += *rest.num_window_blocks++;
+      if (rest.second_starts) rest.second_starts++;
     } while (rest.num_sequences && piece.num_rows + *rest.num_tokens / 2 < rows);
     rest.token_ids += piece.num_rows, rest.num_rows -= piece.num_rows;
     long* row = wanted.data() + wanted.size() - rest.num_wanted;
