@@ -16,6 +16,7 @@ from holdfast.worker.executors.cpu.adapters import AdapterPlan, PackedAdapter
 from holdfast.worker.executors.cpu.cache import KEPT_AS_INT8, BlockForm, TiledCache, last_block
 from holdfast.worker.executors.cpu.decoder import Decoder
 from holdfast.worker.executors.cpu.exchange import segments_with_sums, tree_sum
+from holdfast.worker.executors.cpu.head_memory import HeadMemory
 from holdfast.worker.executors.cpu.int8_proof import INT8_NUMERICS, int8_difference
 from holdfast.worker.executors.cpu.launched_runs import LaunchedRun, LaunchedRuns
 from holdfast.worker.executors.cpu.library import class_of, kept_forms, load_library
@@ -92,8 +93,8 @@ class CpuExecutor:
         """[rows, hidden] behind the last layer of the last step; the next one writes over it."""
         self._adapters: dict[int, PackedAdapter] = {}
         self._spare = SpareMemory()  # of adapters
-        self._own_logits, self._all_logits, self._hidden_rows = RowMemory(), RowMemory(), RowMemory()
-        self._block_best, self._block_mass = RowMemory(), RowMemory()
+        self._head = HeadMemory(self._rows, self._vocab_size, self.packed.model.head.groups)
+        self._hidden_rows = RowMemory()
 
     def _pack(self, layout: DecoderLayout, kept: dict[str, Any], *, uses_up: bool, **others: Any) -> PackedModel:
         arena = arena_for(layout, f"{self.instruction_class} {kept}") if uses_up else Arena()
@@ -210,8 +211,7 @@ class CpuExecutor:
 
     def free_logits(self) -> None:
         """Frees the memory of the last step's logits, which the next step would use again."""
-        self._own_logits, self._all_logits = RowMemory(), RowMemory()
-        self._block_best, self._block_mass = RowMemory(), RowMemory()
+        self._head.free()
 
     def drop_cache(self) -> None:
         self._drop_decoder()
@@ -268,19 +268,11 @@ class CpuExecutor:
         assert self._cache is not None, "a cache is allocated before steps run"
         assert not batch.block_copies.size, "an encoder has no cached prefixes"
         step, decoder = self._step_of(batch, with_logits)
-        launched = self._launched.launch(decoder, step, last_block(batch))
-        if self._cache.ahead.is_on:
-            self._cache.ahead.begin_step()
-        return launched
+        return self._launched.launch(decoder, step, self._cache.ahead, last_block(batch))
 
     def collect(self, launched: LaunchedRun) -> HeadOutput:
         """Output of the oldest step that was launched and not collected. Raises `ReplicaError` if it has failed."""
-        assert self._cache is not None, "the step has run"
-        try:
-            self._launched.collect(launched)
-        finally:
-            if self._cache.ahead.is_on:
-                self._cache.ahead.end_step(launched.last_block)
+        self._launched.collect(launched)
         return self._output(launched.step)
 
     def logits_to_draw_from(self, launched: LaunchedRun) -> None:
@@ -334,14 +326,11 @@ class CpuExecutor:
         decoder = self._decoder_for(num_rows)
         step = RunningStep(batch, ctypes.addressof(self._layers_done))
         if with_logits or not self._in_one_call:
-            step.ask_for_logits(self._own_logits.of(step.num_drawn, self._rows))
+            self._head.ask_for_own(step)
         if with_logits and self._group.size == 1:
-            blocks = step.num_drawn, self.packed.model.head.groups
-            step.ask_for_block_best(self._block_best.of(*blocks))
-            if batch.with_masses:
-                step.ask_for_block_mass(self._block_mass.of(*blocks))
+            self._head.ask_for_blocks(step, with_masses=batch.with_masses)
         if with_logits and decoder.shares_memory:
-            step.ask_for_all_logits(self._all_logits.of(step.num_drawn, self._vocab_size))
+            self._head.ask_for_all(step)
         if batch.adapter_slots.size:
             step.add_adapters({slot: adapter.native for slot, adapter in self._adapters.items()})
         if batch.pooled_rows.size:

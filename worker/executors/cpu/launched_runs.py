@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from holdfast.worker.executors.cpu.decoder import Decoder
 from holdfast.worker.executors.cpu.exchange import check_step
+from holdfast.worker.executors.cpu.prefault import KvPrefault
 from holdfast.worker.executors.cpu.running_step import RunningStep
 
 
@@ -14,6 +15,8 @@ class LaunchedRun:
 
     decoder: Decoder
     step: RunningStep
+    ahead: KvPrefault
+    """What makes blocks of the cache ready while steps run."""
     last_block: int
     """The last one that it uses."""
     outcome: int | None = None
@@ -30,17 +33,23 @@ class LaunchedRuns:
     def __bool__(self) -> bool:
         return bool(self._in_flight)
 
-    def launch(self, decoder: Decoder, step: RunningStep, last_block: int) -> LaunchedRun:
+    def launch(self, decoder: Decoder, step: RunningStep, ahead: KvPrefault, last_block: int) -> LaunchedRun:
         """Starts a step. Raises `ReplicaError` where it cannot be run."""
         decoder.launch(step)
-        self._in_flight.append(launched := LaunchedRun(decoder, step, last_block))
+        self._in_flight.append(launched := LaunchedRun(decoder, step, ahead, last_block))
+        if ahead.is_on:
+            ahead.begin_step()
         return launched
 
     def collect(self, launched: LaunchedRun) -> None:
         """Waits for the oldest one, which this is. Raises `ReplicaError` if it has failed."""
         oldest = self._in_flight.popleft()
         assert oldest is launched, "steps are collected in the order of their launches"
-        check_step(self._landed(launched))
+        try:
+            check_step(self._landed(launched))
+        finally:
+            if launched.ahead.is_on:
+                launched.ahead.end_step(launched.last_block)
 
     def land(self) -> None:
         """Waits for all, which are collected later or never. Returns at once where another thread waits for one."""
