@@ -78,7 +78,7 @@ def tried(library: Armed, work: Any, renew: Any) -> tuple[Any, int]:
 def steps(folder: Path) -> int:
     leader = load(worker_config(folder, executor="native"))
     executor = leader._runner.backend.executor
-    library = executor._library = Armed(executor._library)
+    library = executor._library = executor.pool.library = Armed(executor._library)
     prompts = [[5, 9, 77, 31, 8, 64, 3] * 7, [6, 6, 6], [9]]
 
     def run() -> Any:

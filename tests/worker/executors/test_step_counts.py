@@ -47,7 +47,7 @@ def calls_of(leader: LeaderRunner, plan: StepPlan) -> Counter[str]:
 
 def test_a_greedy_step_is_one_call_of_the_executor_and_makes_no_logits(leader):
     calls = calls_of(leader, decodes(8))
-    assert calls["_begin"] == calls["_go"] == 1
+    assert calls["_begin"] == calls["run_segments"] == 1
     assert calls["ask_for_logits"] == 0
     warm = decodes(1)
     assert leader._runner.execute(leader._ordered(warm)).logits is None
@@ -59,4 +59,4 @@ def test_calls_hardly_grow_with_the_rows_of_a_step_and_not_with_the_layers_of_a_
     assert one["all of C"] <= 30
     assert many["all of Python"] - one["all of Python"] <= 4
     assert many["all of C"] - one["all of C"] <= 4
-    assert many["_go"] == 1
+    assert many["run_segments"] == 1

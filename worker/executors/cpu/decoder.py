@@ -37,6 +37,8 @@ class Decoder:
             raise ReplicaError(f"out of memory for a step of {num_rows} tokens")
         pool.begin_use()
         self.max_rows: Final = model.max_rows
+        self.in_one_call: Final = group.size == 1 or self._exchange is not None
+        """Whether the library itself adds what ranks have: then all ranks know the tokens that a step has drawn."""
         self._hidden = model.hidden
         self._stride = self._library.native_decoder_stride(self._handle)
         self._sum_columns = self._hidden if model.sum_parts == 1 else self._stride
@@ -65,7 +67,7 @@ class Decoder:
         if self._library.native_decoder_begin(self._handle, byref(step.native)):
             raise ReplicaError("there is no memory for a step")
 
-    def run(self, first: int, end: int, finished_layer: int = -1) -> None:
+    def run_segments(self, first: int, end: int, finished_layer: int = -1) -> None:
         """Runs segments `first` to `end - 1`: the embedding, three of each layer, the head. Raises `ReplicaError` for a
         step that fails.
         """

@@ -219,16 +219,10 @@ class CpuExecutor:
             self._cache.close()
         self._cache = None
 
-    def _decoder_for(self, num_rows: int) -> Decoder:
-        if self._decoder is None or num_rows > self._decoder.max_rows:
-            self._drop_decoder()
-            self._decoder = Decoder(self.packed, self._group, self.pool, num_rows)
+    def _make_room(self, num_rows: int) -> Decoder:
+        self._drop_decoder()
+        self._decoder = Decoder(self.packed, self._group, self.pool, num_rows)
         return self._decoder
-
-    @property
-    def _in_one_call(self) -> bool:
-        """Whether the library itself adds what ranks have: then all ranks know the tokens that a step has drawn."""
-        return self._group.size == 1 or self.shares_memory
 
     def run(self, batch: StepBatch, *, with_logits: bool, inputs: Tensor | None = None) -> HeadOutput:
         """One step, of all ranks together, or the number of steps in the batch. `inputs` [rows, hidden], of one step on
@@ -281,15 +275,15 @@ class CpuExecutor:
     @property
     def runs_several_steps(self) -> bool:
         """Whether a batch may be for several steps now. The same on all ranks."""
-        return self._in_one_call and not self.keeps_hidden
+        return (self._group.size == 1 or self.shares_memory) and not self.keeps_hidden
 
     def _run_one(self, batch: StepBatch, with_logits: bool, inputs: Tensor | None) -> HeadOutput:
         step, decoder = self._begin(batch, with_logits)
         if inputs is not None:
             decoder.residual(len(inputs)).copy_(inputs)
-            decoder.run(1, self._num_segments)
-        elif self._in_one_call:
-            decoder.run(0, self._num_segments)
+            decoder.run_segments(1, self._num_segments)
+        elif decoder.in_one_call:
+            decoder.run_segments(0, self._num_segments)
         else:
             self._run_together(decoder, len(batch.token_ids), 0, self._num_segments)
         return self._output(step)
@@ -299,13 +293,13 @@ class CpuExecutor:
         assert len(batch.logits_rows) == len(batch.token_ids), "several steps are decodes"
         batch = replace(batch, token_ids=batch.token_ids.copy(), first_positions=batch.first_positions.copy())
         step, decoder = self._begin(batch, with_logits=False)
-        decoder.run(0, self._num_segments)
+        decoder.run_segments(0, self._num_segments)
         drawn = [step.best.tolist()]
         for _ in range(1, batch.num_steps):
             batch.token_ids[:] = step.best
             batch.first_positions += 1
             decoder.begin(step)
-            decoder.run(0, self._num_segments)
+            decoder.run_segments(0, self._num_segments)
             drawn.append(step.best.tolist())
         return HeadOutput(None, None, steps=drawn)
 
@@ -323,9 +317,10 @@ class CpuExecutor:
             assert self._states is not None, "states are allocated before steps run"
             assert len(batch.state_slots) == len(batch.num_tokens), "each sequence of a step has a slot"
         num_rows = max(len(batch.token_ids), len(batch.logits_rows) + len(batch.pooled_rows))
-        decoder = self._decoder_for(num_rows)
+        if (decoder := self._decoder) is None or num_rows > decoder.max_rows:
+            decoder = self._make_room(num_rows)
         step = RunningStep(batch, ctypes.addressof(self._layers_done))
-        if with_logits or not self._in_one_call:
+        if with_logits or not decoder.in_one_call:
             self._head.ask_for_own(step)
         if with_logits and self._group.size == 1:
             self._head.ask_for_blocks(step, with_masses=batch.with_masses)
@@ -343,14 +338,14 @@ class CpuExecutor:
     def _output(self, step: RunningStep) -> HeadOutput:
         if step.logits is None:
             return HeadOutput(None, step.best.tolist(), pooled=step.pooled)
-        if self._in_one_call:
+        if self._group.size == 1 or self.shares_memory:
             return HeadOutput(step.logits, None, step.block_best, step.block_mass, pooled=step.pooled)
         return HeadOutput(self._group.all_gather(step.logits)[:, : self._vocab_size], None, pooled=step.pooled)
 
     def _run_together(self, decoder: Decoder, num_rows: int, first: int, end: int) -> None:
         """Segment by segment, with a sum over ranks after each that leaves one."""
         for segment in range(first, end):
-            decoder.run(segment, segment + 1)
+            decoder.run_segments(segment, segment + 1)
             if segment in self._sums:
                 partial = decoder.partial(num_rows)
                 partial.copy_(tree_sum(self._group, partial))
@@ -387,11 +382,11 @@ class CpuExecutor:
             self.run_layer(source, x, batch)
         step, decoder = self._begin(batch, False, first_layer=index)
         (residual := decoder.residual(len(x))).copy_(x)
-        if self._in_one_call:
-            decoder.run(3 * index + 1, 3 * index + 4, index)
+        if decoder.in_one_call:
+            decoder.run_segments(3 * index + 1, 3 * index + 4, index)
         else:
             self._run_together(decoder, len(x), 3 * index + 1, 3 * index + 4)
-            decoder.run(0, 0, index)
+            decoder.run_segments(0, 0, index)
         del step  # its arrays are read until here
         return residual.clone()
 
