@@ -1,5 +1,6 @@
-"""The native executor's own tests once more, compiled with AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""The native executor's own tests once more, compiled with sanitizers of memory and of threads."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,7 @@ CHOSEN = (
     " or bits_of_the_rule or they_have_apart or known_ones or neighbours_and_slots or any_of_its_drafts"
     " or chunks_and_threads or company_and_in_chunks or beside_quantized"
     " or of_the_dequantized or those_of_torch or of_the_written_rule or of_the_format or where_products_read"
+    " or states_of_the_whole or be_run_together or in_flight_have or told_apart"
     " or is_found or nan_is_refused or packed_matrices_are or any_type_and or xxh3 or of_a_block_wherever"
 )
 BF16_ALONE = (
@@ -63,6 +65,8 @@ def test_no_sanitizer_complains(name, tmp_path):
             "sequences",
             "wanted_rows",
             "long_contexts",
+            "pieces",
+            "encoders",
             "int8_cache",
             "units",
             "known_answers",
@@ -83,3 +87,24 @@ def test_no_sanitizer_complains(name, tmp_path):
     result = subprocess.run(words, env=sanitized.environment(), capture_output=True, text=True)
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     assert "runtime error" not in result.stdout + result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_threads_that_take_pieces_of_steps_do_not_race(tmp_path):
+    if not sanitized.is_possible():
+        pytest.skip("no g++")
+    library = sanitized.compiled(tmp_path / "avx2", "avx2", "threads")
+    words = [
+        sys.executable,
+        "-c",
+        RUN,
+        str(library),
+        "-k",
+        "states_of_the_whole or in_flight",
+        str(FOLDER / "test_pieces.py"),
+    ]
+    if fixed := shutil.which("setarch"):
+        words = [fixed, "-R", *words]  # it finds no place for its own memory otherwise
+    result = subprocess.run(words, env=sanitized.environment("threads"), capture_output=True, text=True)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
