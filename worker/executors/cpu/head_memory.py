@@ -24,7 +24,7 @@ class HeadMemory:
         step.ask_for_all_logits(self._all.of(step.num_drawn, self._vocab_size))
 
     def ask_for_blocks(self, step: RunningStep, *, with_masses: bool) -> None:
-        """What is largest in each block of logits, on one rank, and its mass."""
+        """The largest of each block of logits, on one rank, and its mass."""
         step.ask_for_block_best(self._best.of(step.num_drawn, self._num_blocks))
         if with_masses:
             step.ask_for_block_mass(self._mass.of(step.num_drawn, self._num_blocks))

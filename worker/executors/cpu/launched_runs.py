@@ -16,7 +16,7 @@ class LaunchedRun:
     decoder: Decoder
     step: RunningStep
     ahead: KvPrefault
-    """What makes blocks of the cache ready while steps run."""
+    """The thread that makes memory of the cache ready, between steps."""
     last_block: int
     """The last one that it uses."""
     outcome: int | None = None
