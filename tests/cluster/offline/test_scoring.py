@@ -1,6 +1,5 @@
 """A real engine behind the HTTP API: prompts scored as lm-eval does it, equal to Hugging Face's, and JSON schemas."""
 
-import asyncio
 import json
 
 import openai
@@ -8,9 +7,7 @@ import pytest
 import torch
 
 from holdfast import LLM
-from holdfast.router.api.http.app import HttpApi
-from holdfast.router.api.http.server import HttpServer
-from holdfast.router.config import LimitsConfig
+from tests.cluster.offline.doors import http_of
 
 PROMPTS = [[72, 101, 108, 108, 111], [5, 200, 7, 7, 7, 90, 33, 64, 12, 3, 111], [9, 8]]
 
@@ -18,19 +15,11 @@ PROMPTS = [[72, 101, 108, 108, 111], [5, 200, 7, 7, 7, 90, 33, 64, 12, 3, 111], 
 @pytest.fixture(scope="module")
 def client(tiny_model):
     with LLM(str(tiny_model), dtype="float32", num_threads=1, num_blocks=64) as llm:
-        router = llm._engine._router
-        processor = router._processor
-
-        async def serve() -> HttpServer:
-            server = HttpServer(HttpApi(processor, processor._dispatch_host, LimitsConfig()).app(), "127.0.0.1", 0)
-            await server.start()
-            return server
-
-        server = asyncio.run_coroutine_threadsafe(serve(), router._loop).result(20)
-        url = f"http://127.0.0.1:{server.port}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        with (
+            http_of(llm) as http,
+            openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
+        ):
             yield client
-        asyncio.run_coroutine_threadsafe(server.stop(1.0), router._loop).result(20)
 
 
 @pytest.fixture(scope="module")
