@@ -253,6 +253,10 @@ class ServiceOrderConfig(Settings):
     )
 
 
+ENCODER_STEP_TOKENS: Final = 1024
+"""Tokens of a step of an encoder, where `scheduler.max_num_batched_tokens` is not set."""
+
+
 class SchedulerConfig(ServiceOrderConfig):
     """Composition of a step's batch. The order of requests is that of `ServiceOrderConfig`."""
 
@@ -291,6 +295,11 @@ class SchedulerConfig(ServiceOrderConfig):
     auto_tune: bool = Field(
         False, description="adapt the limits of each step to the load; their settings are the maxima"
     )
+
+    def for_whole_prompts(self) -> Self:
+        """The same for an encoder: steps are larger, unless their size is set, for nobody waits for single tokens."""
+        is_set = "max_num_batched_tokens" in self.model_fields_set
+        return self if is_set else self.model_copy(update={"max_num_batched_tokens": ENCODER_STEP_TOKENS})
 
 
 class HealthConfig(Settings):

@@ -9,10 +9,10 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.worker.adapter import Adapter
-from holdfast.worker.config import HealthConfig, SchedulerConfig, WorkerConfig
+from holdfast.worker.config import HealthConfig, WorkerConfig
 from holdfast.worker.engine.block_tier import BlockTier
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.tier_mover import TierShape
@@ -51,9 +51,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-ENCODER_STEP_TOKENS: Final = 1024
-"""Tokens of a step of an encoder, where `scheduler.max_num_batched_tokens` is not set."""
 
 
 def _import_apart(module: str) -> None:
@@ -139,7 +136,7 @@ class Replica:
         from holdfast.worker.engine.model_runner import LeaderRunner
 
         info = runner.info
-        batching = _batching(config.scheduler, info)
+        batching = config.scheduler.for_whole_prompts() if info.computes_whole_prompts else config.scheduler
         speculation = Speculation(config.speculation, batching)
         scheduler = Scheduler(
             batching,
@@ -333,13 +330,6 @@ def _put_below(engine: Engine, scheduler: Scheduler, movers: "RankMovers", tuner
         has_store=movers.own.has_store,
     )
     movers.own.start(engine.tier.put_below(tier))
-
-
-def _batching(config: SchedulerConfig, info: ModelInfo) -> SchedulerConfig:
-    """The settings of steps. An encoder's are larger, unless their size is set: nobody waits for single tokens."""
-    if not info.computes_whole_prompts or "max_num_batched_tokens" in config.model_fields_set:
-        return config
-    return config.model_copy(update={"max_num_batched_tokens": ENCODER_STEP_TOKENS})
 
 
 def _stepping(config: WorkerConfig, leader: "LeaderRunner") -> StepRunner:

@@ -14,12 +14,12 @@ PROMPTS = [[72, 101, 108, 108, 111], [5, 200, 7, 7, 7, 90, 33, 64, 12, 3, 111], 
 
 @pytest.fixture(scope="module")
 def client(tiny_model):
-    with LLM(str(tiny_model), dtype="float32", num_threads=1, num_blocks=64) as llm:
-        with (
-            http_of(llm) as http,
-            openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
-        ):
-            yield client
+    with (
+        LLM(str(tiny_model), dtype="float32", num_threads=1, num_blocks=64) as llm,
+        http_of(llm) as http,
+        openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
 
 
 @pytest.fixture(scope="module")
